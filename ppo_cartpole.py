@@ -81,6 +81,7 @@ class Config:
     update_epochs: int = 8  # passes over these rows
     learning_rate: float = 2e-3  # step size of Adam
     anneal: bool = True  # take learning rate and clip range linearly to zero over the run
+    reward_scale: float = 1.0  # factor on the rewards that the learner sees; reported returns are without it
     gamma: float = 0.98  # discount: what a reward is worth one step before it comes
     gae_lambda: float = 0.8  # 0: advantages from one step and the value function; 1: from the whole return
     clip_coef: float = 0.2  # how far a probability ratio may move from 1 before it stops to pay
@@ -119,7 +120,7 @@ def check_config(config):
             raise UsageError(f"{flag(field.name)} must be at least 1, got {value}")
         if field.type is float and not 0 <= value < math.inf:
             raise UsageError(f"{flag(field.name)} must be a number from 0 up, got {value}")
-    for name in ("learning_rate", "clip_coef", "max_grad_norm"):
+    for name in ("learning_rate", "reward_scale", "clip_coef", "max_grad_norm"):
         if getattr(config, name) == 0:
             raise UsageError(f"{flag(name)} must be above 0")
     for name in ("gamma", "gae_lambda"):
@@ -347,8 +348,9 @@ def update(config, apply_fn, optimizer, state, rollout, next_obs):
       learning_rate, clip_coef, explained_variance.
     """
     _, next_value = apply_fn(state.params, next_obs)
+    reward = config.reward_scale * rollout.reward
     advantages, targets = compute_gae(
-        rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done, config.gamma, config.gae_lambda
+        reward, rollout.value, next_value, rollout.terminated, rollout.done, config.gamma, config.gae_lambda
     )
     batch = Batch(rollout.obs, rollout.action, rollout.log_prob, advantages, targets, rollout.valid)
     batch = jax.tree.map(lambda x: x.reshape(config.batch_size, *x.shape[2:]), batch)

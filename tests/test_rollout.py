@@ -1,0 +1,167 @@
+"""rollout and act: the autoreset mode, masks, truncation, episode statistics and the choice of actions.
+
+In NEXT_STEP mode Counter(3) shows 0,1,2,3 and then, after a reset step that takes no action, 0 again.
+"""
+
+from functools import partial
+
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import Counter, collect, counter, idle, tiny
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+
+import ppo_cartpole as ppo
+
+
+def counters(*lengths, end="terminated", **kwargs):
+    envs = gym.vector.SyncVectorEnv([partial(Counter, length, end) for length in lengths], **kwargs)
+    return gym.wrappers.vector.RecordEpisodeStatistics(envs)
+
+
+def joined(played):
+    """One long Rollout from several."""
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *[data for data, _, _ in played])
+
+
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+@pytest.mark.parametrize("num_steps", [1, 3, 4, 12])  # an end of an episode falls on the end of a rollout, or not
+def test_stream_of_two_counters(num_steps, end):
+    played = collect(tiny(num_steps=num_steps), counters(3, 4, end=end), rollouts=12 // num_steps)
+    data = joined(played)
+    np.testing.assert_array_equal(data.obs[..., 0].T, [[0, 1, 2, 3] * 3, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]])
+    done = [[0, 0, 1, 0] * 3, [0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0]]
+    valid = [[1, 1, 1, 0] * 3, [1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1]]
+    np.testing.assert_array_equal(data.done.T, done)
+    np.testing.assert_array_equal(data.valid.T, valid)
+    np.testing.assert_array_equal(data.reward.T, valid)  # a reset step has no reward
+    np.testing.assert_array_equal(data.terminated.T, np.array(done) * (end == "terminated"))
+    assert played[-1][1].tolist() == [[0], [2]]
+
+
+def test_the_first_row_of_a_rollout_is_masked_if_the_last_one_ended_an_episode():
+    # vwxyzjn/cleanrl#562
+    first, second = collect(tiny(num_steps=3), counters(3, 4), rollouts=2)
+    assert first[0].done[-1].tolist() == [True, False]
+    assert second[0].valid[0].tolist() == [False, True]
+
+
+@pytest.mark.parametrize("end, last", [("terminated", 1.0), ("truncated", 1.0 + 0.99 * 3.0)])
+def test_truncation_is_bootstrapped_from_the_last_observation(end, last):
+    # The value of an observation is its number, so that of the last observation is 3 and that of the first 0.
+    data = joined(collect(tiny(num_steps=8), counters(3, 3, end=end)))
+    _, returns = ppo.compute_gae(data.reward, data.value, np.zeros(2), data.terminated, data.done, 0.99, 1.0)
+    expected = [1 + 0.99 * (1 + 0.99 * last), 1 + 0.99 * last, last]
+    np.testing.assert_allclose(returns[:3, 0], expected, rtol=1e-6)
+    np.testing.assert_allclose(returns[4:7, 0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_episodes_are_reported_once_and_whole(end):
+    # vwxyzjn/cleanrl#454: never 6. Farama-Foundation/Gymnasium#1017: lengths of later episodes are right too.
+    (_, _, episodes), = collect(tiny(num_steps=9), counters(3, 4, end=end))
+    assert episodes == [(3.0, 3), (4.0, 4), (3.0, 3), (4.0, 4)]
+
+
+def test_an_episode_longer_than_a_rollout_is_reported_whole():
+    played = collect(tiny(num_steps=3), counters(7, 100), rollouts=3)
+    assert [episodes for _, _, episodes in played] == [[], [], [(7.0, 7)]]
+
+
+def test_observations_are_kept_though_the_environment_reuses_its_array():
+    # jax-ml/jax#37830
+    data = joined(collect(tiny(num_steps=6), counters(100, 100, copy=False)))
+    assert data.obs[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "int32"])
+def test_observations_keep_their_dtype(dtype):
+    config = tiny(env_id=counter(3, dtype=dtype))
+    data = joined(collect(config, ppo.make_envs(config, 2)))
+    assert data.obs.dtype == dtype
+    assert data.obs[:, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_everything_else_has_the_documented_dtype():
+    data = joined(collect(tiny(), counters(3, 4)))
+    dtypes = [array.dtype.name for array in data]
+    assert dtypes == ["float32", "int32", "float32", "float32", "float32", "bool", "bool", "bool"]
+
+
+def test_value_and_log_prob_are_those_of_the_row():
+    def apply_fn(params, obs):
+        return jnp.concatenate([obs, 0.5 * obs, -obs], axis=-1), 10 * obs[:, 0]
+
+    data = joined(collect(tiny(num_steps=12), counters(20, 20), apply_fn))
+    np.testing.assert_array_equal(data.value, 10 * data.obs[..., 0])
+    logits = data.obs * [1.0, 0.5, -1.0]
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert len(set(data.action.flat)) > 1
+    expected = np.take_along_axis(log_probs, data.action[..., None], -1)[..., 0]
+    np.testing.assert_allclose(data.log_prob, expected, atol=1e-5)
+
+
+def test_actions_reach_the_environment():
+    config = tiny(env_id=counter(100, reward="action"), num_steps=16)
+    data = joined(collect(config, ppo.make_envs(config, 2)))
+    np.testing.assert_array_equal(data.reward, data.action)
+
+
+def test_equal_logits_give_different_actions_in_steps_environments_and_rollouts():
+    first, second = (data.action for data, _, _ in collect(tiny(num_steps=32), counters(100, 100), rollouts=2))
+    assert 10 < first.sum() < 54
+    assert not np.array_equal(first[:, 0], first[:, 1])
+    assert not np.array_equal(first, second)
+    assert not all(np.array_equal(first[0], row) for row in first)
+
+
+def test_actions_follow_the_policy():
+    def apply_fn(params, obs):
+        return jnp.log(jnp.full((len(obs), 2), jnp.array([0.9, 0.1]))), obs[:, 0]
+
+    config, obs = tiny(num_envs=5000, num_steps=1), np.zeros((5000, 1), np.float32)
+    buffer = ppo.make_buffer(config, jax.ShapeDtypeStruct(obs.shape, obs.dtype))
+    _, _, action = ppo.act(apply_fn, {}, buffer, jax.random.key(0), obs, 0)
+    assert 0.08 < action.mean() < 0.12
+
+
+def test_the_key_moves_on():
+    config, obs = tiny(), np.zeros((2, 1), np.float32)
+    buffer, key = ppo.make_buffer(config, jax.ShapeDtypeStruct(obs.shape, obs.dtype)), jax.random.key(0)
+    _, after, _ = ppo.act(idle, {}, buffer, key, obs, 0)
+    assert not jnp.array_equal(jax.random.key_data(key), jax.random.key_data(after))
+
+
+def test_the_state_carries_the_key_to_the_next_rollout():
+    config, envs = tiny(), counters(3, 4)
+    state = ppo.TrainState({}, (), jax.random.key(0), jnp.int32(0))
+    buffer, (obs, _) = ppo.make_buffer(config, envs.observation_space), envs.reset()
+    after = ppo.rollout(config, jax.jit(partial(ppo.act, idle)), envs, state, buffer, obs, np.zeros(2, bool))[0]
+    assert not jnp.array_equal(jax.random.key_data(state.key), jax.random.key_data(after.key))
+
+
+def test_rollouts_do_not_share_memory():
+    # A rollout may still be read by the last update while the next one is written.
+    first, second = collect(tiny(), counters(3, 4), rollouts=2)
+    for name in ("reward", "terminated", "done", "valid"):
+        assert not np.shares_memory(getattr(first[0], name), getattr(second[0], name))
+
+
+def test_cartpole_is_its_vector_class_in_mode_next_step():
+    # Farama-Foundation/Gymnasium#914
+    envs = ppo.make_envs(tiny(), 3)
+    assert isinstance(envs.unwrapped, CartPoleVectorEnv)
+    assert envs.metadata["autoreset_mode"] is gym.vector.AutoresetMode.NEXT_STEP
+
+
+def test_environments_of_one_run_start_differently():
+    obs, _ = ppo.make_envs(tiny(env_id="Draw-v0"), 4).reset(seed=ppo.env_seed(1, 0))
+    assert len(set(obs[:, 0].tolist())) == 4
+
+
+def test_no_two_runs_share_a_seed_of_an_environment():
+    streams = (0, 1, 2, 50, ppo.EVALUATION)
+    starts = sorted(ppo.env_seed(seed, stream) for seed in range(20) for stream in streams)
+    assert min(np.diff(starts)) > 100  # environment i gets the seed + i
