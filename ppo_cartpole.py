@@ -62,8 +62,10 @@ from tqdm import tqdm
 
 EPISODE_COLUMNS = ("charts/episodic_return", "charts/episodic_length")  # what finished_episodes gives
 CHART_COLUMNS = ("charts/SPS", "charts/learning_rate", "charts/clip_coef")
-LOSS_COLUMNS = tuple("losses/" + name for name in (
-    "policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance"))
+LOSS_COLUMNS = tuple(
+    "losses/" + name
+    for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance")
+)
 COLUMNS = ("frames", "seconds", *EPISODE_COLUMNS, *CHART_COLUMNS, *LOSS_COLUMNS)  # of metrics.csv
 PACKAGES = ("jax", "flax", "optax", "gymnasium")  # whose versions result.json names
 

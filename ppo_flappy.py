@@ -64,10 +64,16 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tqdm import tqdm
 
 
-EPISODE_COLUMNS = ("charts/episodic_return", "charts/episodic_length", "charts/episodic_score")  # what finished_episodes gives
+EPISODE_COLUMNS = (
+    "charts/episodic_return",
+    "charts/episodic_length",
+    "charts/episodic_score",
+)  # what finished_episodes gives
 CHART_COLUMNS = ("charts/SPS", "charts/learning_rate", "charts/clip_coef")
-LOSS_COLUMNS = tuple("losses/" + name for name in (
-    "policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance"))
+LOSS_COLUMNS = tuple(
+    "losses/" + name
+    for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance")
+)
 COLUMNS = ("frames", "seconds", *EPISODE_COLUMNS, *CHART_COLUMNS, *LOSS_COLUMNS)  # of metrics.csv
 PACKAGES = ("jax", "flax", "optax", "gymnasium", "flappy-bird-gymnasium")  # whose versions result.json names
 
