@@ -59,7 +59,6 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tqdm import tqdm
 
-
 EPISODE_COLUMNS = ("charts/episodic_return", "charts/episodic_length")  # what finished_episodes gives
 CHART_COLUMNS = ("charts/SPS", "charts/learning_rate", "charts/clip_coef")
 LOSS_COLUMNS = tuple(
@@ -79,9 +78,9 @@ class Config:
     total_frames: int = 100_000  # decisions of the agent, all environments together; rounded down to whole updates
     num_envs: int = 32  # environments that play side by side
     num_steps: int = 32  # steps of each environment from one update to the next
-    num_minibatches: int = 8  # parts into which the num_envs * num_steps rows of an update are shuffled
+    num_minibatches: int = 16  # parts into which the num_envs * num_steps rows of an update are shuffled
     update_epochs: int = 8  # passes over these rows
-    learning_rate: float = 2e-3  # step size of Adam
+    learning_rate: float = 1e-3  # step size of Adam
     anneal: bool = True  # take learning rate and clip range linearly to zero over the run
     reward_scale: float = 1.0  # factor on the rewards that the learner sees; reported returns are without it
     gamma: float = 0.98  # discount: what a reward is worth one step before it comes
@@ -189,19 +188,34 @@ def env_seed(seed, stream):
 # ----------------------------------------------------------------------------------------- network
 
 
+class MLP(nn.Module):
+    """Two hidden layers of 64, then `outputs` numbers: [B, D] -> [B, outputs]."""
+
+    outputs: int
+    output_scale: float  # of the last layer's orthogonal initialization
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = nn.tanh(nn.Dense(64, kernel_init=orthogonal(math.sqrt(2)))(x))
+        return nn.Dense(self.outputs, kernel_init=orthogonal(self.output_scale))(x)
+
+
 class ActorCritic(nn.Module):
-    """Policy and value of an observation [B, D]: logits [B, num_actions] and value [B], float32."""
+    """Policy and value of an observation [B, D]: logits [B, num_actions] and value [B], float32.
+
+    Two networks that share nothing: with so few numbers to learn from, a shared one is pulled about by the
+    value loss (in 40 runs of 100,000 frames it missed the full return ten times, two networks once in 30).
+    """
 
     num_actions: int
 
     @nn.compact
     def __call__(self, obs):
-        x = obs.astype(jnp.float32)
-        for _ in range(2):
-            x = nn.tanh(nn.Dense(64, kernel_init=orthogonal(math.sqrt(2)))(x))
+        obs = obs.astype(jnp.float32)
         # A small last layer makes the first policy nearly uniform, so it explores.
-        logits = nn.Dense(self.num_actions, kernel_init=orthogonal(0.01), name="policy")(x)
-        value = nn.Dense(1, kernel_init=orthogonal(1.0), name="value")(x)
+        logits = MLP(self.num_actions, 0.01, name="policy")(obs)
+        value = MLP(1, 1.0, name="value")(obs)
         return logits, value.squeeze(-1)
 
 
@@ -329,7 +343,10 @@ def make_optimizer(config):
     def learning_rate(step):
         return config.learning_rate * anneal_fraction(config, step // steps_per_update)
 
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(learning_rate, eps=1e-5))
+    # flatten: all parameters as one vector, which leaves a good deal less to compile.
+    return optax.flatten(
+        optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(learning_rate, eps=1e-5))
+    )
 
 
 def init_state(network, optimizer, obs, seed):
