@@ -195,7 +195,7 @@ class FlappyPixels(gym.Env):
         return np.stack(self.pictures, axis=-1), total, terminated, False, info
 
     def draw(self):
-        """One picture, uint8 [84, 84]: the sky, averaged down, green channel. Draws once, on the game's own surface."""
+        """One picture, uint8 [84, 84]: what is above the ground, averaged down, green channel."""
         screen = self.game._surface
         screen.set_clip(SKY)
         self.game._draw_surface(show_score=False, show_rays=False)
@@ -244,8 +244,9 @@ def env_seed(seed, stream):
 
 
 def conv_as_matmul(x, kernel, stride):
-    """A convolution without padding as one matrix product. x: [B, H, W, C], kernel: [k, k, C, F], k a multiple of stride.
+    """A convolution without padding, as one matrix product.
 
+    x: [B, H, W, C]; kernel: [k, k, C, F], k a multiple of stride. Returns [B, (H - k) // stride + 1, ..., F].
     Blocks of stride x stride pixels become the channels of one pixel, so a kernel covers n x n whole pixels;
     the n * n shifted pictures, side by side, are the rows of the product.
     """

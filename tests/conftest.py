@@ -1,4 +1,5 @@
 """What the tests share: the repository root on sys.path, small environments, small configs and one small run."""
+# ruff: noqa: E402 (JAX reads the environment when it is imported)
 
 import csv
 import os
@@ -30,23 +31,24 @@ class Counter(gym.Env):
     """Observes the number of steps of this episode. Ends after `length` of them, by `end`. Reward 1 each step."""
 
     action_space = gym.spaces.Discrete(2)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # which it cannot, so there is no agent.gif
 
     def __init__(self, length=3, end="terminated", dtype="float32", reward="one", render_mode=None):
         self.observation_space = gym.spaces.Box(0, 200, (1,), np.dtype(dtype))
         self.length, self.end, self.reward = length, end, reward
-        self.count = np.zeros(1, dtype)  # always this same array
+        self.count = np.zeros(1, dtype)
 
     def reset(self, seed=None, options=None):
         super().reset(seed=seed)
         self.count[0] = 0
-        return self.count, {}
+        return self.count.copy(), {}
 
     def step(self, action):
         assert self.action_space.contains(action), f"{action!r} is not an action"
         self.count[0] += 1
         over = bool(self.count[0] >= self.length)
         reward = {"one": 1.0, "action": float(action), "nan": np.nan if over else 1.0}[self.reward]
-        return self.count, reward, over and self.end == "terminated", over and self.end == "truncated", {}
+        return self.count.copy(), reward, over and self.end == "terminated", over and self.end == "truncated", {}
 
 
 class Draw(gym.Env):
@@ -54,6 +56,7 @@ class Draw(gym.Env):
 
     observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
     action_space = gym.spaces.Discrete(2)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}
     seeds = []
 
     def __init__(self, render_mode=None):
@@ -64,11 +67,11 @@ class Draw(gym.Env):
         if seed is not None:
             Draw.seeds.append(seed)
         self.number, self.count = self.np_random.random(1, dtype=np.float32), 0
-        return self.number, {}
+        return self.number.copy(), {}
 
     def step(self, action):
         self.count += 1
-        return self.number, float(self.number[0]), self.count == 3, False, {}
+        return self.number.copy(), float(self.number[0]), self.count == 3, False, {}
 
 
 class Odd(gym.Env):

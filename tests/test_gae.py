@@ -25,7 +25,9 @@ def random_rollout(seed, steps=12, envs=5):
     return rewards, values, rng.normal(size=envs).astype(np.float32), terminated, terminated | truncated
 
 
-@pytest.mark.parametrize("gamma, gae_lambda", [(0.99, 0.95), (0.9, 1.0), (1.0, 0.5), (0.7, 0.0), (0.0, 0.9), (1.0, 1.0)])
+@pytest.mark.parametrize("gamma, gae_lambda", [
+    (0.99, 0.95), (0.9, 1.0), (1.0, 0.5), (0.7, 0.0), (0.0, 0.9), (1.0, 1.0),
+])  # fmt: skip
 @pytest.mark.parametrize("seed", [0, 1])
 def test_equals_the_definition(seed, gamma, gae_lambda):
     rollout = random_rollout(seed)

@@ -26,7 +26,10 @@ def table(params, obs):
 def batch_with(log_ratio, advantage, value=0.0, target=0.0, valid=True):
     """(params, Batch) for `table` with two equally likely actions and these log ratios."""
     log_ratio = jnp.float32(log_ratio)
-    full = lambda x, dtype: jnp.broadcast_to(jnp.asarray(x, dtype), log_ratio.shape)
+
+    def full(x, dtype):
+        return jnp.broadcast_to(jnp.asarray(x, dtype), log_ratio.shape)
+
     params = {"logits": jnp.zeros((*log_ratio.shape, 2)), "value": full(value, jnp.float32)}
     log_prob = math.log(0.5) - log_ratio
     rows = (jnp.zeros_like(log_ratio), full(0, jnp.int32), log_prob, full(advantage, jnp.float32))
@@ -229,7 +232,9 @@ def test_approx_kl_is_positive_whichever_way_the_policy_moved(log_ratio):
     assert float(metrics["approx_kl"]) == pytest.approx(math.exp(log_ratio) - 1 - log_ratio, rel=1e-4)
 
 
-@pytest.mark.parametrize("ratios, fraction", [((1.3, 0.9, 0.7, 1.0), 0.5), ((1.3, 1, 1, 1), 0.25), ((0.7, 1, 1, 1), 0.25)])
+@pytest.mark.parametrize("ratios, fraction", [
+    ((1.3, 0.9, 0.7, 1.0), 0.5), ((1.3, 1, 1, 1), 0.25), ((0.7, 1, 1, 1), 0.25),
+])  # fmt: skip
 def test_clip_fraction_counts_both_sides(ratios, fraction):
     # pytorch/rl PR#2021
     _, metrics = loss_of(batch_with(np.log(ratios), 1.0))
@@ -267,7 +272,8 @@ def test_only_reset_rows_give_loss_0():
 
 
 @pytest.mark.parametrize("values, returns, expected", [
-    ([1, 2, 3], [1, 2, 3], 1.0), ([2, 2, 2], [1, 2, 3], 0.0), ([3, 2, 1], [1, 2, 3], -3.0), ([5, 6, 7], [1, 2, 3], 1.0),
+    ([1, 2, 3], [1, 2, 3], 1.0), ([2, 2, 2], [1, 2, 3], 0.0),
+    ([3, 2, 1], [1, 2, 3], -3.0), ([5, 6, 7], [1, 2, 3], 1.0),
 ])  # fmt: skip
 def test_explained_variance(values, returns, expected):
     result = explained_variance(jnp.float32(values), jnp.float32(returns), jnp.ones(3, bool))
@@ -295,13 +301,14 @@ def test_network_output_shapes():
     assert logits.dtype == value.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("layer, scale", [
-    ("Dense_0", math.sqrt(2)), ("Dense_1", math.sqrt(2)), ("policy", 0.01), ("value", 1.0),
-])  # fmt: skip
-def test_initial_weights_are_orthogonal(layer, scale):
+def test_initial_weights_are_orthogonal():
+    # https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/, detail 2
     with jax.numpy_rank_promotion("allow"):
-        params = ActorCritic(num_actions=3).init(jax.random.key(0), jnp.zeros((1, 4)))["params"][layer]
-    kernel = np.asarray(params["kernel"])
-    gram = kernel.T @ kernel if kernel.shape[0] >= kernel.shape[1] else kernel @ kernel.T
-    np.testing.assert_allclose(gram, scale**2 * np.eye(len(gram)), atol=1e-4 * scale**2)
-    np.testing.assert_array_equal(params["bias"], 0.0)
+        params = ActorCritic(num_actions=3).init(jax.random.key(0), jnp.zeros((1, 4)))
+    kernels = [np.asarray(x) for x in jax.tree.leaves(params) if x.ndim == 2]
+    assert sorted({kernel.shape[1] for kernel in kernels}) == [1, 3, 64]
+    for kernel in kernels:
+        scale = {1: 1.0, 3: 0.01, 64: math.sqrt(2)}[kernel.shape[1]]  # value, policy, hidden
+        gram = kernel.T @ kernel if kernel.shape[0] >= kernel.shape[1] else kernel @ kernel.T
+        np.testing.assert_allclose(gram, scale**2 * np.eye(len(gram)), atol=1e-4 * scale**2)
+    assert all((np.asarray(x) == 0.0).all() for x in jax.tree.leaves(params) if x.ndim == 1)
