@@ -393,7 +393,7 @@ def update(config, apply_fn, optimizer, state, rollout, next_obs):
     metrics["learning_rate"] = config.learning_rate * fraction
     metrics["clip_coef"] = config.clip_coef * fraction
     metrics["explained_variance"] = explained_variance(rollout.value, targets, rollout.valid)
-    metrics["finite"] = jnp.isfinite(metrics["policy_loss"] + metrics["value_loss"] + optax.global_norm(params))
+    metrics["finite"] = jnp.isfinite(metrics["policy_loss"] + metrics["value_loss"] + optax.tree.norm(params))
     return TrainState(params, opt_state, key, state.update + 1), metrics
 
 
