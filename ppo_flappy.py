@@ -151,9 +151,11 @@ def check_config(config):
 
 
 def check_env(config):
-    """Raise UsageError unless this script plays `config.env_id`."""
+    """Raise UsageError unless this script plays `config.env_id`, and as long as the evaluation asks for."""
     if config.env_id != "FlappyBird-v0":
         raise UsageError(f"--env-id {config.env_id}: did you mean FlappyBird-v0? This script plays nothing else")
+    if config.eval_max_steps > config.max_episode_steps:
+        raise UsageError(f"--eval-max-steps is above --max-episode-steps {config.max_episode_steps}")
 
 
 SKY = pygame.Rect(0, 0, 288, 404)  # the picture without the ground, which begins at row 404 and only scrolls

@@ -179,6 +179,11 @@ def test_another_environment_is_refused_with_the_right_name(capsys):
     assert "FlappyBird-v0" in capsys.readouterr().err
 
 
+def test_an_evaluation_beyond_the_episode_cap_is_refused(capsys):
+    assert ppo.main(["--eval-max-steps", "100", "--max-episode-steps", "99"]) == 2
+    assert "--max-episode-steps" in capsys.readouterr().err
+
+
 # ----------------------------------------------------------------------------------------- network
 
 

@@ -1,6 +1,6 @@
 """update: which rows, how often, with which rates; against a NumPy Adam and the definition of the advantages."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ def initial_state(config, seed=0, features=3):
     return ppo.TrainState(params, ppo.make_optimizer(config).init(params), jax.random.key(seed), jnp.int32(0))
 
 
+@cache
 def updater(config, apply_fn=linear):
     return jax.jit(partial(ppo.update, config, apply_fn, ppo.make_optimizer(config)))
 
@@ -288,7 +289,7 @@ def test_no_key_is_used_twice():
             for t in range(config.num_steps):
                 buffer, key, _ = ppo.act(linear, state.params, buffer, state.key, rollout.obs[t], t)
                 state = state._replace(key=key)
-            rollout = ppo.Rollout(*buffer, *rollout[4:])
+            rollout = jax.tree.map(jnp.asarray, ppo.Rollout(*buffer, *rollout[4:]))
             state, _ = ppo.update(config, linear, ppo.make_optimizer(config), state, rollout, next_obs)
 
 
