@@ -128,6 +128,8 @@ def check_config(config):
     """Raise UsageError, naming the flag, if `config` cannot be run."""
     for field in fields(config):
         value = getattr(config, field.name)
+        if not isinstance(value, (int, float) if field.type is float else field.type):
+            raise UsageError(f"{flag(field.name)} must be {field.type}, got {value!r}")
         if field.type is int and field.name != "seed" and value < 1:
             raise UsageError(f"{flag(field.name)} must be at least 1, got {value}")
         if field.type is float and not 0 <= value < math.inf:
@@ -527,8 +529,9 @@ def update(config, apply_fn, optimizer, state, rollout, next_obs):
 
 def explained_variance(values, returns, valid):
     """1 - Var(returns - values) / Var(returns): 1 is perfect, 0 a constant guess; NaN if all returns are equal."""
-    return_var = jnp.var(returns, where=valid)
-    return jnp.where(return_var > 0, 1.0 - jnp.var(returns - values, where=valid) / return_var, jnp.nan)
+    return_var, error_var = jnp.var(returns, where=valid), jnp.var(returns - values, where=valid)
+    varies = return_var > 1e-12 * jnp.mean(returns**2, where=valid)  # by more than rounding
+    return jnp.where(varies, 1.0 - error_var / return_var, jnp.nan)
 
 
 # ----------------------------------------------------------------------------------------- rollout
@@ -680,10 +683,11 @@ def load_checkpoint(run_dir, like):
 
     Raises UsageError if there is none, or if it belongs to another network.
     """
+    damaged = []
     for path in sorted(run_dir.glob("checkpoints/*.msgpack"), reverse=True):
         content = path.read_bytes()
         if hashlib.sha256(content[32:]).digest() != content[:32]:
-            print(f"{path} is damaged, trying the one before", file=sys.stderr)
+            damaged.append(path.name)
             continue
         try:
             saved = serialization.from_bytes({"state": like, "seconds": 0.0}, content[32:])
@@ -692,6 +696,8 @@ def load_checkpoint(run_dir, like):
             raise UsageError(f"{path} is of another network: {' '.join(str(error).split())}") from None
         if jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, like):
             raise UsageError(f"{path} is of a network with other shapes")
+        if damaged:
+            print(f"damaged: {', '.join(damaged)}; loaded {path}", file=sys.stderr)
         return jax.device_put(state), saved["seconds"]
     raise UsageError(f"no undamaged checkpoint in {run_dir / 'checkpoints'}")
 
@@ -700,9 +706,11 @@ def load_config(run_dir):
     """The Config that a run was started with. Raises UsageError if there is no such run."""
     path = Path(run_dir) / "config.json"
     try:
-        return Config(**json.loads(path.read_text()))
+        config = Config(**json.loads(path.read_text()))
+        check_config(config)
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{run_dir} is not a run directory: cannot read {path} ({error})") from None
+        raise UsageError(f"{run_dir} is no run directory: {path}: {error}") from None
+    return config
 
 
 class Recorder:
@@ -821,16 +829,17 @@ def learn(config, run_dir):
     Raises KeyboardInterrupt after Ctrl-C or SIGTERM, with a checkpoint saved, and FloatingPointError where a
     loss or a parameter is not finite, with the last good checkpoint left alone.
     """
-    began, sps = time.monotonic(), 0.0
+    began = time.monotonic()
     envs = make_envs(config, config.num_envs)
     init_fn, act_fn, update_fn = compile_functions(config, envs)
     buffer = make_buffer(config, envs.observation_space)
     state, seconds = init_fn(buffer[0][0], np.uint32(config.seed)), 0.0
-    if config.resume:
+    if config.resume and (run_dir / "checkpoints").exists():  # else it died before the first one
         state, seconds = load_checkpoint(run_dir, state)
     first = int(state.update)
     obs, _ = envs.reset(seed=env_seed(config.seed, first))
     ended = np.zeros(config.num_envs, bool)
+    sps = first * config.batch_size / max(seconds, 1e-9)  # stands if nothing but the evaluation is left to do
     began, compiled = began - seconds, time.monotonic()
     recorder = Recorder(run_dir, config, frames=first * config.batch_size)
     with interrupts_noted() as interrupts, closing(envs), closing(recorder):
@@ -902,7 +911,7 @@ def parse_args(args=None):
         return config
     if config.resume and config.evaluate:
         raise UsageError("--resume and --evaluate exclude each other")
-    saved = load_config(source)
+    saved = replace(load_config(source), run_dir=None)
     config = tyro.cli(Config, args=args, description=__doc__, default=saved)
     free = ("evaluate", "run_dir", "seed", "eval_episodes", "eval_max_steps") if config.evaluate else ("resume",)
     for field in fields(config):

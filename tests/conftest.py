@@ -110,15 +110,15 @@ def idle(params, obs):
     return jnp.zeros((len(obs), 2)), jnp.asarray(obs, jnp.float32)[:, 0]
 
 
-def collect(config, envs, apply_fn=idle, rollouts=1, seed=0):
-    """Play with ppo.rollout. Returns a list of (Rollout of NumPy arrays, next obs, episodes)."""
+def collect(config, envs, apply_fn=idle, rollouts=1, seed=0, keep=np.array):
+    """Play with ppo.rollout. Returns a list of (Rollout, next obs, episodes); of its arrays, what `keep` makes."""
     act_fn = jax.jit(partial(ppo.act, apply_fn))
     state = ppo.TrainState({}, (), jax.random.key(seed), jnp.int32(0))
     buffer = ppo.make_buffer(config, envs.observation_space)
     (obs, _), ended, played = envs.reset(seed=seed), np.zeros(config.num_envs, bool), []
     for _ in range(rollouts):
         state, buffer, data, obs, ended, episodes = ppo.rollout(config, act_fn, envs, state, buffer, obs, ended)
-        played.append((jax.tree.map(np.array, data), np.array(obs), episodes))
+        played.append((jax.tree.map(keep, data), np.array(obs), episodes))
     return played
 
 

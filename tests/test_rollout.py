@@ -144,7 +144,7 @@ def test_the_state_carries_the_key_to_the_next_rollout():
 
 def test_rollouts_do_not_share_memory():
     # A rollout may still be read by the last update while the next one is written.
-    first, second = collect(tiny(), counters(3, 4), rollouts=2)
+    first, second = collect(tiny(), counters(3, 4), rollouts=2, keep=np.asarray)
     for name in ("reward", "terminated", "done", "valid"):
         assert not np.shares_memory(getattr(first[0], name), getattr(second[0], name))
 
