@@ -11,11 +11,12 @@ import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ppo_flappy as ppo
 import pytest
 from conftest import ROOT
 from flappy_bird_gymnasium import FlappyBirdEnv
 from PIL import Image
+
+import ppo_flappy as ppo
 
 
 def play(env, actions):
@@ -239,7 +240,7 @@ def test_network_reads_bytes_as_numbers_from_0_to_1():
 
 
 class EndsAt(gym.Env):
-    """Black pictures, reward 1; env i ends after its `lengths[i]` steps (never if None) and passes a pipe each step."""
+    """Black pictures and reward 1; ends after `length` steps (never if None) and passes a pipe each step."""
 
     observation_space, action_space = ppo.FlappyPixels.observation_space, ppo.FlappyPixels.action_space
 
