@@ -20,8 +20,8 @@
     python ppo_cartpole.py --evaluate runs/NAME         # play a trained agent
     tensorboard --logdir runs                           # look at the curves
 
-The default run plays 100,000 frames and ends with a greedy evaluation, usually 500.0, the maximum.
-One frame is one decision of the agent in one environment.
+The default run plays 100,000 frames, takes about 8 seconds on 2 CPU cores and ends with a greedy evaluation:
+500.0, the maximum. One frame is one decision of the agent in one environment.
 
 PPO: Schulman et al. 2017, https://arxiv.org/abs/1707.06347
 Generalized advantage estimation (GAE): Schulman et al. 2016, https://arxiv.org/abs/1506.02438
@@ -207,7 +207,7 @@ class ActorCritic(nn.Module):
     """Policy and value of an observation [B, D]: logits [B, num_actions] and value [B], float32.
 
     Two networks that share nothing: with so few numbers to learn from, a shared one is pulled about by the
-    value loss (in 40 runs of 100,000 frames it missed the full return ten times, two networks once in 30).
+    value loss (of 40 runs with a shared one, 10 missed the full return; of 30 with two networks, 1).
     """
 
     num_actions: int
@@ -599,7 +599,7 @@ class Recorder:
         self.events.add_event(Event(wall_time=time.time(), step=frames + 1, session_log=start))
         total = config.num_updates * config.batch_size
         self.bar = tqdm(total=total, initial=frames, unit="frame", unit_scale=True, disable=not sys.stderr.isatty())
-        self.next_line = time.monotonic()
+        self.next_line, self.recent_return = time.monotonic(), "-"
 
     def record(self, frames, seconds, metrics):
         """Add one row. metrics: floats by the names in COLUMNS; a missing or NaN one leaves its cell empty."""
@@ -610,7 +610,8 @@ class Recorder:
         summary = Summary(value=[Summary.Value(tag=name, simple_value=x) for name, x in metrics.items()])
         self.events.add_event(Event(wall_time=time.time(), step=frames, summary=summary))
         self.events.flush()
-        text = f"return {cells.get('charts/episodic_return', '-')}, {metrics['charts/SPS']:,.0f} frames/s"
+        self.recent_return = cells.get("charts/episodic_return", self.recent_return)
+        text = f"return {self.recent_return}, {metrics['charts/SPS']:,.0f} frames/s"
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(frames - self.bar.n)
         if self.bar.disable and time.monotonic() >= self.next_line:

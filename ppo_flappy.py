@@ -730,7 +730,7 @@ class Recorder:
         self.events.add_event(Event(wall_time=time.time(), step=frames + 1, session_log=start))
         total = config.num_updates * config.batch_size
         self.bar = tqdm(total=total, initial=frames, unit="frame", unit_scale=True, disable=not sys.stderr.isatty())
-        self.next_line = time.monotonic()
+        self.next_line, self.recent_return = time.monotonic(), "-"
 
     def record(self, frames, seconds, metrics):
         """Add one row. metrics: floats by the names in COLUMNS; a missing or NaN one leaves its cell empty."""
@@ -741,7 +741,8 @@ class Recorder:
         summary = Summary(value=[Summary.Value(tag=name, simple_value=x) for name, x in metrics.items()])
         self.events.add_event(Event(wall_time=time.time(), step=frames, summary=summary))
         self.events.flush()
-        text = f"return {cells.get('charts/episodic_return', '-')}, {metrics['charts/SPS']:,.0f} frames/s"
+        self.recent_return = cells.get("charts/episodic_return", self.recent_return)
+        text = f"return {self.recent_return}, {metrics['charts/SPS']:,.0f} frames/s"
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(frames - self.bar.n)
         if self.bar.disable and time.monotonic() >= self.next_line:
