@@ -206,8 +206,8 @@ class MLP(nn.Module):
 class ActorCritic(nn.Module):
     """Policy and value of an observation [B, D]: logits [B, num_actions] and value [B], float32.
 
-    Two networks that share nothing: with so few numbers to learn from, a shared one is pulled about by the
-    value loss (of 40 runs with a shared one, 10 missed the full return; of 30 with two networks, 1).
+    Two networks that share nothing: with so few numbers to learn from, the value loss would pull a shared one
+    about, and more runs would miss the full return.
     """
 
     num_actions: int
