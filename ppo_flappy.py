@@ -693,13 +693,15 @@ def load_checkpoint(run_dir, like):
             saved = serialization.from_bytes({"state": like, "seconds": 0.0}, content[32:])
             state = saved["state"]._replace(key=jax.random.wrap_key_data(saved["state"].key))
         except ValueError as error:
-            raise UsageError(f"{path} is of another network: {' '.join(str(error).split())}") from None
+            raise UsageError(
+                f"--resume or --evaluate {path}: another network's: {' '.join(str(error).split())}"
+            ) from None
         if jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, like):
-            raise UsageError(f"{path} is of a network with other shapes")
+            raise UsageError(f"--resume or --evaluate {path}: another network's shapes")
         if damaged:
             print(f"damaged: {', '.join(damaged)}; loaded {path}", file=sys.stderr)
         return jax.device_put(state), saved["seconds"]
-    raise UsageError(f"no undamaged checkpoint in {run_dir / 'checkpoints'}")
+    raise UsageError(f"--resume or --evaluate {run_dir}: no undamaged checkpoint there")
 
 
 def load_config(run_dir):
@@ -709,7 +711,7 @@ def load_config(run_dir):
         config = Config(**json.loads(path.read_text()))
         check_config(config)
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{run_dir} is no run directory: {path}: {error}") from None
+        raise UsageError(f"--resume or --evaluate {run_dir}: no run there: {error}") from None
     return config
 
 
