@@ -91,6 +91,7 @@ def judge(runs, reference, details=True):
 
     details: whether to work out the bounds, which takes longest.
     """
+    test, description = choose_test(len(reference), len(runs))
     scale = scale_of(reference)
     table = [statistics(run, scale) for run in reference]
     new_table = [statistics(run, scale) for run in runs]
@@ -99,7 +100,6 @@ def judge(runs, reference, details=True):
     old, new = (np.array([list(row.values()) for row in rows]) * sign for rows in (table, new_table))
     # 1% of what there is to learn, or of the budget: less than that is no difference.
     floor = np.where(sign < 0, 0.01 * reference[0].frames[-1], max(0.01 * abs(scale.end - scale.start), 1e-9))
-    test, description = choose_test(len(old), len(new))
     p_worse, p_better = test(old, new, floor), test(-old, -new, floor)
     rows = []
     for i, name in enumerate(names):
