@@ -73,9 +73,7 @@ def notes_on(run, meta, across_versions):
         if expected is None or version == expected:
             continue
         if name in ENVIRONMENT_PACKAGES and minor(version) != minor(expected) and not across_versions:
-            what = (
-                f"{name} {version} may be another task than {expected}, which the reference was played with"
-            )
+            what = f"{name} {version} may be another task than {expected}, which the reference was played with"
             raise NotComparable(f"{what}; --across-versions compares all the same")
         notes.append(f"{name} {version}; the reference had {expected}")
     for here, there, what in (
@@ -113,9 +111,7 @@ def judge(runs, reference, details=True):
         row |= {"p_worse": float(p_worse[i]), "p_better": float(p_better[i])}
         rows.append({"statistic": name} | row)
     # A run that is worse in one thing and better in another has changed, and is for a person to look at.
-    verdict = (
-        "regression" if p_worse.min() <= ALPHA else "better" if p_better.min() <= ALPHA else "consistent"
-    )
+    verdict = "regression" if p_worse.min() <= ALPHA else "better" if p_better.min() <= ALPHA else "consistent"
     counts = {"runs": len(new), "reference_runs": len(old), "threshold": scale.threshold}
     return {"verdict": verdict, "test": description, **counts, "statistics": rows}
 
@@ -136,13 +132,9 @@ def sentence(answer):
     rows = sorted(answer["statistics"], key=lambda row: row[key])
     best = rows[0]
     if answer["verdict"] == "consistent":
-        return (
-            f"CONSISTENT with the reference: chance explains what differs (p = {best[key]:.2f} at the least)."
-        )
+        return f"CONSISTENT with the reference: chance explains what differs (p = {best[key]:.2f} at the least)."
     found = [row for row in rows if row[key] <= ALPHA]
-    what = ", ".join(
-        f"{row['statistic']} {number(row['runs'])} against {number(row['reference'])}" for row in found
-    )
+    what = ", ".join(f"{row['statistic']} {number(row['runs'])} against {number(row['reference'])}" for row in found)
     how = f"confidence {1 - best[key]:.1%}, p = {best[key]:.2g}"
     return f"{'REGRESSION' if answer['verdict'] == 'regression' else 'BETTER'}: {what} ({how})."
 
@@ -150,9 +142,7 @@ def sentence(answer):
 def report(answer):
     """The whole answer in words: a table and a sentence."""
     runs = "1 run" if answer["runs"] == 1 else f"{answer['runs']} runs"
-    lines = [
-        f"{answer['script']} on {answer['env_id']}: {runs} against {answer['reference_runs']} reference runs"
-    ]
+    lines = [f"{answer['script']} on {answer['env_id']}: {runs} against {answer['reference_runs']} reference runs"]
     lines += [f"note: {note}" for note in answer["notes"]]
     lines += [
         "",

@@ -137,9 +137,7 @@ def curves_table(curves, peers):
         scale = scale_of(runs)
         reached = [frames_to(run, scale.threshold) for run in runs]
         never = sum(x > run.frames[-1] for x, run in zip(reached, runs))
-        reached = f"{scale.threshold:.0f} at {np.median(reached):,.0f}" + (
-            f", {never} never" if never else ""
-        )
+        reached = f"{scale.threshold:.0f} at {np.median(reached):,.0f}" + (f", {never} never" if never else "")
         published = "; ".join(linked(peer) for peer in peers.get(meta["env_id"], []))
         rows.append([
             f"`{meta['script']}.py` {meta['env_id']}{label_of(meta)}", f"{runs[0].frames[-1]:,}", len(runs),
@@ -188,9 +186,7 @@ def throughput_tables(path):
     header = ["program", "seconds, whole process", "frames/s, whole process", "times as long as the first",
               "peak MiB", "greedy return"]  # fmt: skip
     about = content["machine"]
-    text = (
-        f"{content['frames']:,} frames of {content['env_id']}, medians of {content['repeats']} alternating "
-    )
+    text = f"{content['frames']:,} frames of {content['env_id']}, medians of {content['repeats']} alternating "
     text += f"runs, {content['date']}, {about['cores']} cores of {about['cpu']}.\n\n" + markdown(header, rows)
     for script, parts in content.get("breakdown", {}).items():
         total, frames = sum(parts["seconds"].values()), parts["frames"]
@@ -232,11 +228,7 @@ def main(args=None):
     text = make_readme(args.curves, args.out)
     if args.check:
         same = text == readme.read_text()
-        print(
-            "README.md is up to date"
-            if same
-            else "README.md is not what the files say: run benchmark/plot.py"
-        )
+        print("README.md is up to date" if same else "README.md is not what the files say: run benchmark/plot.py")
         return 0 if same else 1
     peers = json.loads((HERE / "peers.json").read_text())
     for folder in references(args.curves):

@@ -49,9 +49,7 @@ def settings_of(config):
 def differences(settings, other):
     """["name: a, not b"] of the settings that both have and that differ."""
     shared = [name for name in settings if name in other]
-    return [
-        f"{name}: {settings[name]}, not {other[name]}" for name in shared if settings[name] != other[name]
-    ]
+    return [f"{name}: {settings[name]}, not {other[name]}" for name in shared if settings[name] != other[name]]
 
 
 def read_table(path):
@@ -275,26 +273,12 @@ def permutation_test(reference, new, floor):
     return (largest[:, None] >= means[0] - 1e-9).mean(0)  # the observed choice counts too, so p is never 0
 
 
-def t_test(reference, new, floor):
-    """Like permutation_test, for one new run and few reference runs: Student's prediction interval.
-
-    It trusts that the runs are normal. Bonferroni's correction for S statistics.
-    """
-    from scipy.stats import t  # takes half a second to import
-
-    n, s = reference.shape
-    deviation = np.maximum(reference.std(0, ddof=1), floor) * math.sqrt(1 + 1 / n)
-    return np.minimum(1.0, s * t.sf((reference.mean(0) - new[0]) / deviation, n - 1))
-
-
 def choose_test(n, m):
-    """(function, description) of the test for n reference and m new runs. Raises NotComparable if none."""
-    if 1 / math.comb(n + m, m) <= ALPHA + 1e-12:
-        what = "ranks of the worst statistic, exact" if m == 1 else "two-sample permutation test, max-T"
-        return permutation_test, what
-    if m == 1 and n >= 5:
-        return t_test, "Student's prediction interval, Bonferroni"
-    raise NotComparable(f"{n} reference and {m} new runs are too few for any test at the {ALPHA:.0%} level")
+    """(function, description) of the test for n reference and m new runs. NotComparable if they are too few."""
+    if 1 / math.comb(n + m, m) > ALPHA + 1e-12:
+        raise NotComparable(f"{n} reference and {m} new runs are too few for a test at the {ALPHA:.0%} level")
+    what = "ranks of the worst statistic, exact" if m == 1 else "two-sample permutation test, max-T"
+    return permutation_test, what
 
 
 def prediction_bound(test, reference, m, floor, statistic):

@@ -49,12 +49,8 @@ class Args:
     seeds: str  # such as 1-20, or 1,2,5-7
     jobs: int | None = None  # runs at a time, each on cores of its own; as many as there are cores by default
     label: str = ""  # name of settings that are not the defaults
-    stale: Literal["refuse", "keep", "rerun"] = (
-        "refuse"  # a run by another version of the script, or its settings
-    )
-    collect: tuple[
-        Path, ...
-    ] = ()  # finished run directories, one for each seed: keep their curves, run nothing
+    stale: Literal["refuse", "keep", "rerun"] = "refuse"  # a run by another version of the script, or its settings
+    collect: tuple[Path, ...] = ()  # finished run directories, one for each seed: keep their curves, run nothing
     curves: Path = CURVES  # where the curves go
     runs: Path = ROOT / "runs" / "benchmark"  # where the run directories go
     flags: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()  # what came after --
@@ -137,9 +133,7 @@ def start(command, run_dir, cores):
     pinned = hasattr(os, "sched_setaffinity")
     try:
         if pinned:
-            os.sched_setaffinity(
-                0, cores
-            )  # inherited by the child; a preexec_fn would fork a process with threads
+            os.sched_setaffinity(0, cores)  # inherited by the child; a preexec_fn would fork a process with threads
         with open(run_dir / "log.txt", "a") as log:
             return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     finally:
@@ -261,14 +255,10 @@ def collect(args, path, config, seeds):
         saved = json.loads((run_dir / "config.json").read_text())
         found = differences(settings_of(saved), settings_of(config))
         if found:
-            raise UsageError(
-                f"{run_dir} was run with other settings ({'; '.join(found)}); give its flags after --"
-            )
+            raise UsageError(f"{run_dir} was run with other settings ({'; '.join(found)}); give its flags after --")
         run_dirs[saved["seed"]] = run_dir
     if sorted(run_dirs) != sorted(seeds):
-        raise UsageError(
-            f"--collect names runs of the seeds {sorted(run_dirs)}, --seeds those of {sorted(seeds)}"
-        )
+        raise UsageError(f"--collect names runs of the seeds {sorted(run_dirs)}, --seeds those of {sorted(seeds)}")
     return run_dirs
 
 
@@ -290,17 +280,13 @@ def run(args):
             run_dir = runs / f"seed_{seed}"
             why = why_stale(run_dir, config, script_hash(path))
             if why and args.stale == "refuse":
-                raise UsageError(
-                    f"{run_dir} {why}; --stale rerun runs it again, --stale keep takes it as it is"
-                )
+                raise UsageError(f"{run_dir} {why}; --stale rerun runs it again, --stale keep takes it as it is")
             if why and args.stale == "rerun":
                 shutil.rmtree(run_dir)
         failed = run_seeds(path, seeds, args.flags, runs, args.jobs)
         run_dirs = {seed: runs / f"seed_{seed}" for seed in seeds if seed not in failed}
     if run_dirs:
-        folder = keep_curves(
-            args.script, args.label, args.flags, config, run_dirs, args.curves, bool(args.collect)
-        )
+        folder = keep_curves(args.script, args.label, args.flags, config, run_dirs, args.curves, bool(args.collect))
         print(f"{len(run_dirs)} curves in {folder}")
     return 1 if failed else 0
 

@@ -35,9 +35,7 @@ class Args:
     peers_python: Path | None = None  # the interpreter of the environment with the peers; none: ours alone
     repeats: int = 5  # runs of each program, with seeds 1, 2, ...; 0: only the breakdown
     total_frames: int = 100_000  # of every program
-    breakdown: tuple[str, ...] = (
-        "ppo_cartpole",
-    )  # scripts whose time is taken apart; flags for them come after --
+    breakdown: tuple[str, ...] = ("ppo_cartpole",)  # scripts whose time is taken apart; flags for them come after --
     out: Path = HERE / "throughput.json"  # the result; what is not measured now stays as it was
     take_apart: str = ""  # used by this program itself: measure this script in this process, print JSON
 

@@ -29,9 +29,7 @@ def synthetic(seed, factor=1.0, speed=1.0, heavy=False):
     rng = np.random.default_rng(seed)
     frames = np.arange(1, 51) * 1000
     noise = rng.standard_t(2) if heavy else rng.normal()
-    returns = 20 + (380 * factor + 15 * noise) / (
-        1 + np.exp(-(frames * speed - 15_000 + 1500 * rng.normal()) / 4000)
-    )
+    returns = 20 + (380 * factor + 15 * noise) / (1 + np.exp(-(frames * speed - 15_000 + 1500 * rng.normal()) / 4000))
     returns += 8 * rng.normal(size=50)
     result = {
         "eval_return_mean": min(500.0, 420 * factor + 20 * rng.normal()),
@@ -123,13 +121,11 @@ def test_permutation_test_by_hand():
     assert reference.permutation_test(old[:4], np.array([[-1.0], [-2.0]]), [0.1]) == [1 / 15]
 
 
-@pytest.mark.parametrize("m, n", [(1, 20), (3, 20), (1, 10)])
+@pytest.mark.parametrize("m, n", [(1, 20), (3, 20), (2, 6)])
 @pytest.mark.parametrize("heavy", [False, True])
 def test_false_alarms_of_the_tests_are_at_most_5_percent(m, n, heavy):
     # Four dependent statistics, one of them nearly constant, as a greedy evaluation is.
     test, _ = reference.choose_test(n, m)
-    if heavy and test is reference.t_test:
-        pytest.skip("Student's interval trusts in normal runs, and README.md says so")
     rng, alarms, times = np.random.default_rng(1), 0, 300
     for _ in range(times):
         runs = rng.standard_t(2, size=(n + m, 4)) if heavy else rng.normal(size=(n + m, 4))
@@ -142,7 +138,8 @@ def test_false_alarms_of_the_tests_are_at_most_5_percent(m, n, heavy):
 
 def test_too_few_runs_are_refused():
     with pytest.raises(reference.NotComparable, match="too few"):
-        reference.choose_test(3, 1)
+        reference.choose_test(18, 1)
+    reference.choose_test(19, 1)
 
 
 # ----------------------------------------------------------------------------------------------- check.py
@@ -173,9 +170,7 @@ def test_slower_learning_is_a_regression_of_area_and_frames(curves, tmp_path, ca
 
 
 def test_a_better_run_is_better(curves, tmp_path, capsys):
-    code, answer = answer_of(
-        [write_run(tmp_path / "a", synthetic(31, factor=1.5)), "--curves", curves], capsys
-    )
+    code, answer = answer_of([write_run(tmp_path / "a", synthetic(31, factor=1.5)), "--curves", curves], capsys)
     assert (code, answer["verdict"]) == (0, "better")
 
 
@@ -232,23 +227,19 @@ def test_check_needs_no_jax():
 
 @pytest.mark.parametrize("heavy", [False, True])
 def test_leave_one_out_on_synthetic_runs(heavy):
-    assert (
-        check.leave_one_out([synthetic(seed, heavy=heavy) for seed in range(1, 21)]).count("regression") <= 1
-    )
+    assert check.leave_one_out([synthetic(seed, heavy=heavy) for seed in range(1, 21)]).count("regression") <= 1
 
 
 FOLDERS = reference.references()
 
 
-@pytest.mark.skipif(
-    not FOLDERS, reason="no reference curves in benchmark/curves yet: benchmark/run.py makes them"
-)
+@pytest.mark.skipif(not FOLDERS, reason="no reference curves in benchmark/curves yet: benchmark/run.py makes them")
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
 def test_leave_one_out_on_the_reference_curves(folder):
     _, runs = reference.read_reference(folder)
-    if len(runs) < 6:
+    if len(runs) < 20:
         pytest.skip(f"{len(runs)} seeds are too few to leave one out")
-    assert check.leave_one_out(runs).count("regression") <= max(1, len(runs) // 20)
+    assert check.leave_one_out(runs).count("regression") <= len(runs) // 20
 
 
 # ------------------------------------------------------------------------------------------ run.py, plot.py
@@ -312,9 +303,7 @@ def test_a_run_of_another_script_is_stale(tmp_path):
 
 
 def test_tables_in_the_readme_are_what_the_files_say():
-    assert plot.make_readme() == (ROOT / "benchmark" / "README.md").read_text(), (
-        "run python benchmark/plot.py"
-    )
+    assert plot.make_readme() == (ROOT / "benchmark" / "README.md").read_text(), "run python benchmark/plot.py"
 
 
 def test_a_typed_number_in_the_readme_is_noticed(curves, tmp_path):
