@@ -21,7 +21,16 @@ MAY_DIFFER = {
     "ActorCritic": "networks of its own",
     "evaluate": "environments of its own",
     "record_gif": "environments of its own",
-    "Evaluation": "Flappy Bird has a score",
+    "Evaluation": "Flappy Bird has a score; Atari is evaluated greedily or not",
+    # Atari's alone:
+    "conv_as_matmul": "its wider layers gain from a gradient of their own",
+    "rollout": "its environment says which rows are decisions",
+    "update": "steps are shuffled within each environment, so that none changes its device",
+    "compile_functions": "many devices",
+    "learn": "many devices and processes",
+    "train": "many devices and processes",
+    "parse_args": "more flags that may change with --resume and --evaluate",
+    "main": "many processes",
 }
 
 
