@@ -218,7 +218,7 @@ def test_a_resumed_run_gets_other_episodes(tmp_path, stopped):
 def damage(path, how):
     data = path.read_bytes()
     middle = len(data) // 2
-    flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1:]
+    flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
     path.write_bytes({"empty": b"", "short": data[:20], "half": data[:middle], "flipped": flipped}[how])
 
 
@@ -246,7 +246,7 @@ def test_only_damaged_checkpoints_are_refused_in_one_line(run_copy, tmp_path, ca
         damage(path, "half")
     target = [] if option == "--resume" else ["--run-dir", str(tmp_path / "new")]
     assert ppo.main([option, str(run_dir), *target]) == 2
-    line, = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert str(run_dir) in line
     assert not (tmp_path / "new").exists()
     assert frames_of(run_dir) == frames_of(config.run_dir)
@@ -257,7 +257,7 @@ def test_a_checkpoint_of_other_shapes_is_refused_in_one_line(run_copy, capsys, s
     config, run_dir = run_copy
     ppo.save_checkpoint(run_dir, train_state(config, **sizes, seed=7), 0.0)
     assert resume(run_dir) == 2
-    line, = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert "00000007.msgpack" in line
 
 
@@ -268,7 +268,7 @@ def test_a_checkpoint_of_other_layers_is_refused_in_one_line(run_copy, capsys):
     layers["another"] = layers.pop(next(iter(layers)))
     ppo.save_checkpoint(run_dir, state._replace(params={"params": layers}), 0.0)
     assert resume(run_dir) == 2
-    line, = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert "00000007.msgpack" in line
 
 

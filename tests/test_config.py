@@ -39,7 +39,7 @@ def refused(capsys, tmp_path):
         before = sorted(tmp_path.rglob("*"))
         assert ppo.main(list(args)) == 2
         assert sorted(tmp_path.rglob("*")) == before  # no run directory is left behind
-        line, = capsys.readouterr().err.splitlines()
+        (line,) = capsys.readouterr().err.splitlines()
         return line
 
     return run
@@ -213,6 +213,6 @@ def test_a_bad_flag_in_a_process_of_its_own(tmp_path):
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert process.returncode == 2
     assert process.stdout == ""
-    line, = process.stderr.splitlines()
+    (line,) = process.stderr.splitlines()
     assert line.startswith("error: --env-id Pendulum-v1")
     assert list(tmp_path.iterdir()) == []

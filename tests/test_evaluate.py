@@ -130,9 +130,9 @@ def test_evaluating_a_run_repeats_its_own_evaluation(cartpole_run, tmp_path, mon
     config, result = cartpole_run
     monkeypatch.chdir(tmp_path)
     assert ppo.main(["--evaluate", config.run_dir]) == 0
-    line, = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().out.splitlines()
     assert f"{result['eval_return_mean']:.1f}" in line
-    path, = Path("runs").glob("*/evaluation.json")
+    (path,) = Path("runs").glob("*/evaluation.json")
     assert json.loads(path.read_text()) == {key: x for key, x in result.items() if key.startswith("eval_")}
 
 

@@ -61,7 +61,7 @@ def test_truncation_is_bootstrapped_from_the_last_observation(end, last):
 @pytest.mark.parametrize("end", ["terminated", "truncated"])
 def test_episodes_are_reported_once_and_whole(end):
     # vwxyzjn/cleanrl#454: never 6. Farama-Foundation/Gymnasium#1017: lengths of later episodes are right too.
-    (_, _, episodes), = collect(tiny(num_steps=9), counters(3, 4, end=end))
+    ((_, _, episodes),) = collect(tiny(num_steps=9), counters(3, 4, end=end))
     assert episodes == [(3.0, 3), (4.0, 4), (3.0, 3), (4.0, 4)]
 
 

@@ -128,7 +128,7 @@ def test_runs_of_neighbouring_seeds_share_no_episode(tmp_path):
 def test_a_run_without_a_name_goes_under_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ppo.train(tiny(env_id=counter(3), total_frames=8))
-    run_dir, = Path("runs").iterdir()
+    (run_dir,) = Path("runs").iterdir()
     assert "ppo_cartpole" in run_dir.name and "seed1" in run_dir.name
 
 
@@ -151,7 +151,7 @@ def test_a_reward_that_is_not_finite_stops_the_run(tmp_path, capsys, monkeypatch
     config = tiny(env_id=counter(5, reward="nan"), checkpoint_every=1, run_dir=str(tmp_path / "run"))
     monkeypatch.setattr(ppo, "parse_args", lambda args: config)
     assert ppo.main() == 1
-    line, = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert "not finite" in line
     state = load_state(config.run_dir, config)
     assert int(state.update) == 1

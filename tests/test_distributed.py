@@ -1,0 +1,165 @@
+"""Many devices and many processes give what one device gives, and do not wait for the dead."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import ppo_atari as ppo
+
+# 3 updates; each minibatch holds 2 * 8 rows of each of two devices.
+SMALL = (
+    "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 2 --eval-episodes 1 --eval-max-steps 4".split()
+)
+
+
+def small(run_dir, frames=96):
+    """The flags of a run of updates of 32 frames."""
+    return [*SMALL, "--total-frames", str(frames), "--run-dir", str(run_dir)]
+
+
+def start(*flags, devices=1):
+    """Start the script in a process with this many CPU devices."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    command = [sys.executable, str(ROOT / "ppo_atari.py"), *flags]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def start_two(*flags):
+    """Two processes of one run, [process 0, process 1], which meet on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = [*flags, "--distributed", "--coordinator-address", f"127.0.0.1:{port}", "--num-processes", "2"]
+    return [start(*flags, "--process-id", str(i)) for i in (0, 1)]
+
+
+def finish(process):
+    """The output of a process that ends well."""
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    return output
+
+
+def params_of(run_dir):
+    config = ppo.load_config(run_dir)
+    envs = ppo.make_envs(config, 1)
+    obs = np.zeros(envs.observation_space.shape, np.uint8)
+    like = jax.eval_shape(lambda: ppo.init_state(ppo.make_network(envs), ppo.make_optimizer(config), obs, 0))
+    return ppo.load_checkpoint(Path(run_dir), like)[0].params
+
+
+def largest_difference(run_dir, other):
+    differences = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), params_of(run_dir), params_of(other))
+    return max(jax.tree.leaves(differences))
+
+
+def columns(run_dir, *names):
+    lines = [line.split(",") for line in (run_dir / "metrics.csv").read_text().splitlines()]
+    return [[line[lines[0].index(name)] for name in names] for line in lines[1:]]
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    """The run directory of a run on one device."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    finish(start(*small(run_dir)))
+    return run_dir
+
+
+def test_two_devices_give_the_parameters_of_one(one_device, tmp_path):
+    output = finish(start(*small(tmp_path / "run"), devices=2))
+    assert "2 cpu devices" in output
+    assert largest_difference(tmp_path / "run", one_device) < 1e-5
+
+
+def test_two_processes_give_the_parameters_of_one_and_only_the_first_writes_and_speaks(one_device, tmp_path):
+    outputs = [finish(process) for process in start_two(*small(tmp_path / "run"))]
+    assert "2 cpu devices" in outputs[0] and "frames" not in outputs[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert largest_difference(tmp_path / "run", one_device) < 1e-5
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if "tfevents" not in path.name) == [
+        "agent.gif", "checkpoints", "config.json", "metrics.csv", "result.json",
+    ]  # fmt: skip
+    names = ("frames", "charts/episodic_return", "charts/episodic_length")
+    assert columns(tmp_path / "run", *names) == columns(one_device, *names)
+
+
+def test_two_processes_stop_together_at_sigterm_and_resume(tmp_path):
+    # Stopped as a cluster does it, at a time when they need not be in the same update.
+    run_dir = tmp_path / "run"
+    processes = start_two(*small(run_dir, frames=2_000_000), "--checkpoint-every", "1000000")
+    wait_for_updates(run_dir, 3, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    for process in processes:
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 130, output
+    frames = int(columns(run_dir, "frames")[-1][0])
+    assert int(next((run_dir / "checkpoints").iterdir()).stem) * 32 == frames
+    processes = start_two("--resume", str(run_dir))
+    wait_for_updates(run_dir, frames // 32 + 3, processes)
+    for process in processes:
+        process.kill()
+        process.communicate()
+    found = [int(frames) for (frames,) in columns(run_dir, "frames")]
+    assert found == list(range(32, found[-1] + 1, 32)) and found[-1] > frames
+
+
+def wait_for_updates(run_dir, count, processes):
+    """Wait until metrics.csv has `count` rows."""
+    deadline = time.monotonic() + 600
+    while not (run_dir / "metrics.csv").exists() or len(columns(run_dir, "frames")) < count:
+        assert time.monotonic() < deadline
+        for process in processes:
+            assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+
+
+def test_a_process_that_dies_takes_the_other_with_it(tmp_path):
+    processes = start_two(*small(tmp_path / "run", frames=2_000_000))
+    wait_for_updates(tmp_path / "run", 2, processes)
+    processes[1].kill()
+    processes[0].communicate(timeout=300)  # raises TimeoutExpired if it goes on waiting
+    assert processes[0].returncode != 0
+    assert processes[1].wait() == -signal.SIGKILL
+
+
+def test_environments_that_cannot_be_spread_evenly_are_refused(tmp_path):
+    process = start(*small(tmp_path / "run"), devices=3)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 2
+    assert "--num-envs 4" in output and "3 devices" in output and output.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_observation_changes_its_device():
+    # The compiled update of two devices moves gradients and sums, and never the pictures, which are the only uint8.
+    code = """
+import jax, numpy as np, ppo_atari as ppo
+config = ppo.Config(num_envs=4, num_steps=8, num_minibatches=2, update_epochs=2, total_frames=96)
+envs = ppo.make_envs(config, 4)
+compiled = jax.stages.Lowered.compile
+def show(lowered, *args, **kwargs):
+    result = compiled(lowered, *args, **kwargs)
+    print(*(line for line in result.as_text().splitlines() if any(
+        f" {name}(" in line or f" {name}-start(" in line
+        for name in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))), sep="\\n")
+    return result
+jax.stages.Lowered.compile = show
+ppo.compile_functions(config, envs)
+"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "all-reduce" in done.stdout  # of the gradients
+    assert "u8[" not in done.stdout
