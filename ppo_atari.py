@@ -154,7 +154,7 @@ def check_config(config):
 
 
 def check_env(config):
-    """Raise UsageError unless `config.env_id` is an Atari game and each minibatch gets as many steps of every one."""
+    """Raise UsageError unless `config.env_id` is an Atari game and the flags of this script alone fit together."""
     gym.register_envs(ale_py)
     try:
         known = re.fullmatch(r"ALE/\w+-v5", config.env_id) and gym.spec(config.env_id)
@@ -861,7 +861,8 @@ def compile_functions(config, envs):
     obs, t = struct((config.num_envs, *space.shape), space.dtype, by_env), struct((), np.int32, same)
     one, seed = struct((1, *space.shape), space.dtype, same), struct((), np.uint32, same)
     state = jax.tree.map(lambda x: struct(x.shape, x.dtype, same), jax.eval_shape(init_fn, one, seed))
-    buffer = tuple(struct(x.shape, x.dtype, by_step) for x in make_buffer(config, obs))
+    buffer = jax.eval_shape(partial(make_buffer, config, obs))
+    buffer = tuple(struct(x.shape, x.dtype, by_step) for x in buffer)
     reward, flags = struct(shape, np.float32, by_step), struct(shape, bool, by_step)
     data = Rollout(*buffer, reward, flags, flags, flags)
     init_fn = init_fn.lower(one, seed).compile()
@@ -899,7 +900,7 @@ def learn(config, run_dir):
     loss or a parameter is not finite, with the last good checkpoint left alone.
     """
     began = time.monotonic()
-    envs = make_envs(config, config.num_envs // jax.process_count())
+    envs = make_envs(config, config.num_envs // jax.device_count() * jax.local_device_count())  # this process's part
     init_fn, act_fn, update_fn = compile_functions(config, envs)
     same, by_env, by_step = shardings()
     local = replace(config, num_envs=envs.num_envs)
@@ -946,18 +947,14 @@ def train(config):
     check_config(config)
     check_env(config)
     check_devices(config)
-    leader, run_dir, frames = jax.process_index() == 0, None, config.num_updates * config.batch_size
-    if config.resume or leader:
-        run_dir = Path(config.resume) if config.resume else create_run_dir(config)
+    leader, frames = jax.process_index() == 0, config.num_updates * config.batch_size
+    say = partial(print, flush=True) if leader else lambda text: None
+    run_dir = Path(config.resume) if config.resume else create_run_dir(config) if leader else None
     if config.resume and (run_dir / "result.json").exists():
-        print(f"{run_dir} is finished, after {frames:,} frames: see {run_dir / 'result.json'}")
+        say(f"{run_dir} is finished, after {frames:,} frames: see {run_dir / 'result.json'}")
         return json.loads((run_dir / "result.json").read_text())
-    if leader:
-        devices = f"{jax.device_count()} {jax.devices()[0].platform} devices"
-        print(
-            f"{config.env_id}: {frames:,} frames in {config.num_updates:,} updates on {devices}, into {run_dir}",
-            flush=True,
-        )
+    devices = f"{jax.device_count()} device{'s' * (jax.device_count() > 1)} ({jax.devices()[0].platform})"
+    say(f"{config.env_id}: {frames:,} frames in {config.num_updates:,} updates on {devices}, into {run_dir}")
 
     state, seconds, sps = learn(config, run_dir)
     params = to_one_device(state.params)
@@ -970,7 +967,7 @@ def train(config):
     if leader:
         record_gif(config, params, run_dir / "agent.gif", config.seed)
         write_json(run_dir / "result.json", result)
-        print(f"{frames:,} frames in {seconds:.1f} s ({sps:,.0f} frames/s after compiling); {evaluation}")
+    say(f"{frames:,} frames in {seconds:.1f} s ({sps:,.0f} frames/s after compiling); {evaluation}")
     return result
 
 

@@ -24,12 +24,13 @@ from reference import (
     ALPHA,
     CURVES,
     NotComparable,
-    choose_test,
     differences,
+    permutation_test,
     prediction_bound,
     read_reference,
     read_run,
     references,
+    require_enough,
     scale_of,
     statistics,
 )
@@ -89,7 +90,7 @@ def judge(runs, reference, details=True):
 
     details: whether to work out the bounds, which takes longest.
     """
-    test, description = choose_test(len(reference), len(runs))
+    require_enough(len(reference), len(runs))
     scale = scale_of(reference)
     table = [statistics(run, scale) for run in reference]
     new_table = [statistics(run, scale) for run in runs]
@@ -98,14 +99,14 @@ def judge(runs, reference, details=True):
     old, new = (np.array([list(row.values()) for row in rows]) * sign for rows in (table, new_table))
     # 1% of what there is to learn, or of the budget: less than that is no difference.
     floor = np.where(sign < 0, 0.01 * reference[0].frames[-1], max(0.01 * abs(scale.end - scale.start), 1e-9))
-    p_worse, p_better = test(old, new, floor), test(-old, -new, floor)
+    p_worse, p_better = permutation_test(old, new, floor), permutation_test(-old, -new, floor)
     rows = []
     for i, name in enumerate(names):
         row = {"runs": sign[i] * new[:, i].mean(), "reference": sign[i] * old[:, i].mean()}
         if details:
             bounds = (
-                prediction_bound(test, old, len(new), floor, i),
-                -prediction_bound(test, -old, len(new), floor, i),
+                prediction_bound(old, len(new), floor, i),
+                -prediction_bound(-old, len(new), floor, i),
             )
             row["expected"] = sorted(sign[i] * bound for bound in bounds)
         row |= {"p_worse": float(p_worse[i]), "p_better": float(p_better[i])}
@@ -113,7 +114,8 @@ def judge(runs, reference, details=True):
     # A run that is worse in one thing and better in another has changed, and is for a person to look at.
     verdict = "regression" if p_worse.min() <= ALPHA else "better" if p_better.min() <= ALPHA else "consistent"
     counts = {"runs": len(new), "reference_runs": len(old), "threshold": scale.threshold}
-    return {"verdict": verdict, "test": description, **counts, "statistics": rows}
+    test = "ranks of the worst statistic, exact" if len(new) == 1 else "two-sample permutation test, max-T"
+    return {"verdict": verdict, "test": test, **counts, "statistics": rows}
 
 
 def leave_one_out(reference):

@@ -20,7 +20,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CURVES = HERE / "curves"
 MAX_ROWS = 200  # of a curve on disk: enough for a figure and for every statistic
-NOT_SETTINGS = ("seed", "run_dir", "resume", "evaluate", "checkpoint_every")  # do not change what is learned
+# They do not change what is learned.
+NOT_SETTINGS = ("seed", "run_dir", "resume", "evaluate", "checkpoint_every", "distributed", "coordinator_address",
+                "num_processes", "process_id")  # fmt: skip
 ALPHA = 0.05  # false alarms that check.py allows itself
 
 
@@ -273,22 +275,20 @@ def permutation_test(reference, new, floor):
     return (largest[:, None] >= means[0] - 1e-9).mean(0)  # the observed choice counts too, so p is never 0
 
 
-def choose_test(n, m):
-    """(function, description) of the test for n reference and m new runs. NotComparable if they are too few."""
+def require_enough(n, m):
+    """Raise NotComparable if n reference and m new runs are too few: even the rarest choice is no alarm."""
     if 1 / math.comb(n + m, m) > ALPHA + 1e-12:
         raise NotComparable(f"{n} reference and {m} new runs are too few for a test at the {ALPHA:.0%} level")
-    what = "ranks of the worst statistic, exact" if m == 1 else "two-sample permutation test, max-T"
-    return permutation_test, what
 
 
-def prediction_bound(test, reference, m, floor, statistic):
+def prediction_bound(reference, m, floor, statistic):
     """The value of one statistic, as a mean of m runs, below which it alone would be called a regression."""
     center, low, high = reference.mean(0), 0.0, 1.0
 
     def alarm(distance):
         new = center.copy()
         new[statistic] -= distance
-        return test(reference, np.tile(new, (m, 1)), floor)[statistic] <= ALPHA
+        return permutation_test(reference, np.tile(new, (m, 1)), floor)[statistic] <= ALPHA
 
     step = max(reference[:, statistic].std(), floor[statistic])
     while not alarm(high * step) and high < 1e6:

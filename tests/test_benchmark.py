@@ -125,21 +125,21 @@ def test_permutation_test_by_hand():
 @pytest.mark.parametrize("heavy", [False, True])
 def test_false_alarms_of_the_tests_are_at_most_5_percent(m, n, heavy):
     # Four dependent statistics, one of them nearly constant, as a greedy evaluation is.
-    test, _ = reference.choose_test(n, m)
+    reference.require_enough(n, m)
     rng, alarms, times = np.random.default_rng(1), 0, 300
     for _ in range(times):
         runs = rng.standard_t(2, size=(n + m, 4)) if heavy else rng.normal(size=(n + m, 4))
         runs[:, 1] += 2 * runs[:, 0]
         runs[:, 3] = np.where(runs[:, 3] > -1.5, 0, runs[:, 3])
-        alarms += test(runs[:n], runs[n:], np.full(4, 0.05)).min() <= reference.ALPHA
+        alarms += reference.permutation_test(runs[:n], runs[n:], np.full(4, 0.05)).min() <= reference.ALPHA
     # 3 standard deviations of a binomial above 5%.
     assert alarms / times <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / times)
 
 
 def test_too_few_runs_are_refused():
     with pytest.raises(reference.NotComparable, match="too few"):
-        reference.choose_test(18, 1)
-    reference.choose_test(19, 1)
+        reference.require_enough(18, 1)
+    reference.require_enough(19, 1)
 
 
 # ----------------------------------------------------------------------------------------------- check.py

@@ -77,13 +77,13 @@ def one_device(tmp_path_factory):
 
 def test_two_devices_give_the_parameters_of_one(one_device, tmp_path):
     output = finish(start(*small(tmp_path / "run"), devices=2))
-    assert "2 cpu devices" in output
+    assert "2 devices (cpu)" in output
     assert largest_difference(tmp_path / "run", one_device) < 1e-5
 
 
 def test_two_processes_give_the_parameters_of_one_and_only_the_first_writes_and_speaks(one_device, tmp_path):
     outputs = [finish(process) for process in start_two(*small(tmp_path / "run"))]
-    assert "2 cpu devices" in outputs[0] and "frames" not in outputs[1]
+    assert "2 devices (cpu)" in outputs[0] and "frames" not in outputs[1]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert largest_difference(tmp_path / "run", one_device) < 1e-5
     assert sorted(path.name for path in (tmp_path / "run").iterdir() if "tfevents" not in path.name) == [
