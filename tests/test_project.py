@@ -145,4 +145,6 @@ def test_tests_need_nothing_more_than_the_scripts_and_pytest(path):
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
 def test_tests_use_no_network(path):
-    assert not imported(path) & {"socket", "urllib", "http", "ssl", "ftplib", "requests", "httpx", "aiohttp"}
+    allowed = {"socket"} if path.stem == "test_distributed" else set()  # it looks for a free port of this machine
+    outside = {"socket", "urllib", "http", "ssl", "ftplib", "requests", "httpx", "aiohttp"}
+    assert not imported(path) & (outside - allowed)
