@@ -31,10 +31,10 @@ from run import run_seeds, script_hash
 SCRIPT = "ppo_cartpole"
 SEEDS = (101, 102, 103)  # none of the reference's
 COLUMNS = ("fault", "what", "curves", "p", "statistic", "unit_test", "key")
-# Left out: tests of this folder, of the other script and of the project (a fault in a function that
+# Left out: tests of this folder, of the other scripts and of the project (a fault in a function that
 # they share would be "found" because the copies differ), and those that kill processes.
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-k", "not kill and not same_text")
-LEFT_OUT = ("test_benchmark.py", "test_project.py", "test_flappy.py")
+LEFT_OUT = ("test_benchmark.py", "test_project.py", "test_flappy.py", "test_atari.py", "test_distributed.py")
 FIRST = ("test_gae.py", "test_loss.py", "test_update.py", "test_rollout.py")  # quick, and of the algorithm
 
 
