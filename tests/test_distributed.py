@@ -26,20 +26,43 @@ def small(run_dir, frames=96):
     return [*SMALL, "--total-frames", str(frames), "--run-dir", str(run_dir)]
 
 
-def start(*flags, devices=1):
-    """Start the script in a process with this many CPU devices."""
+def start(*flags, devices=1, **variables):
+    """Start the script in a process with this many CPU devices and these environment variables."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    env |= variables
     command = [sys.executable, str(ROOT / "ppo_atari.py"), *flags]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def free_port(first=0, last=0):
+    """A port from `first` to `last` that nobody listens to on this machine; any by default."""
+    for port in range(first, last + 1):
+        try:
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", port))
+                return listener.getsockname()[1]
+        except OSError:
+            continue
+    raise AssertionError("no port is free")
+
+
 def start_two(*flags):
     """Two processes of one run, [process 0, process 1], which meet on this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = [*flags, "--distributed", "--coordinator-address", f"127.0.0.1:{port}", "--num-processes", "2"]
+    flags = [*flags, "--distributed", "--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
     return [start(*flags, "--process-id", str(i)) for i in (0, 1)]
+
+
+def start_two_as_slurm_does(*flags):
+    """The same, where the cluster says who is who: JAX takes the port from the number of the job."""
+    job = free_port(2**16 - 2**12, 2**16 - 1) % 2**12
+    slurm = {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+    }
+    ids = [{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in (0, 1)]
+    return [start(*flags, "--distributed", **slurm, **who) for who in ids]
 
 
 def finish(process):
@@ -93,7 +116,7 @@ def test_two_processes_give_the_parameters_of_one_and_only_the_first_writes_and_
     assert columns(tmp_path / "run", *names) == columns(one_device, *names)
 
 
-def test_two_processes_stop_together_at_sigterm_and_resume(tmp_path):
+def test_two_processes_stop_together_at_sigterm_and_resume_under_slurm(tmp_path):
     # Stopped as a cluster does it, at a time when they need not be in the same update.
     run_dir = tmp_path / "run"
     processes = start_two(*small(run_dir, frames=2_000_000), "--checkpoint-every", "1000000")
@@ -104,7 +127,7 @@ def test_two_processes_stop_together_at_sigterm_and_resume(tmp_path):
         assert process.returncode == 130, output
     frames = int(columns(run_dir, "frames")[-1][0])
     assert int(next((run_dir / "checkpoints").iterdir()).stem) * 32 == frames
-    processes = start_two("--resume", str(run_dir))
+    processes = start_two_as_slurm_does("--resume", str(run_dir))
     wait_for_updates(run_dir, frames // 32 + 3, processes)
     for process in processes:
         process.kill()
