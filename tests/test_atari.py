@@ -127,7 +127,8 @@ def test_no_lives_left_is_not_yet_the_end():
 
 
 def test_a_time_limit_is_a_truncation_and_the_lives_of_the_next_game_are_no_loss():
-    envs, _ = scripted([(0, False, False, 3), (0, False, True, 3)], lives=3)
+    # Not even where the game was cut with a life more than it had begun with.
+    envs, _ = scripted([(0, False, False, 4), (0, False, True, 4)], lives=3)
     assert play(envs, 2, 4) == [
         (0, False, False, True, False),
         (0, False, True, True, True),
