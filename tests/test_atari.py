@@ -199,18 +199,20 @@ def test_doing_nothing_loses_every_life_of_breakout():
     assert info["game_over"][0] and info["lives"][0] == 0
 
 
-def test_ms_pacman_has_no_fire_and_its_lost_lives_cost_no_decision():
+def test_ms_pacman_has_no_fire_its_lost_lives_cost_no_decision_and_its_rewards_are_raw():
     envs = ppo.make_envs(ppo.Config(env_id="ALE/MsPacman-v5"), 1)
     assert envs.fire is None and envs.single_action_space.n == 9
     envs.reset(seed=1)
-    lost, undecided, games, rng = 0, 0, 0, np.random.default_rng(1)
+    lost, undecided, games, rewards, rng = 0, 0, 0, set(), np.random.default_rng(1)
     for _ in range(1200):
-        _, _, terminated, _, info = envs.step(rng.integers(0, 9, 1))
+        _, reward, terminated, _, info = envs.step(rng.integers(0, 9, 1))
+        rewards.add((info["reward"][0].item(), reward[0].item()))
         lost += bool(terminated[0] and not info["game_over"][0])
         undecided += not info["decided"][0]
         games += bool(info["game_over"][0])
     assert games >= 1 and 2 * games <= lost <= 2 * games + 2  # three lives, the last one's loss is the end
     assert undecided in (games, games - 1)  # the last game may have ended with the last step
+    assert {(0, 0), (10, 1)} <= rewards  # a dot is worth 10 points
 
 
 def test_observations_are_the_emulators_with_the_newest_picture_last():
