@@ -52,6 +52,27 @@ class ScriptedGame(gym.vector.VectorEnv):
         return self.row(*step)
 
 
+class SideBySide(gym.vector.VectorEnv):
+    """Scripted games in one vector environment."""
+
+    metadata = ScriptedGame.metadata
+    single_observation_space = ScriptedGame.single_observation_space
+    single_action_space = ScriptedGame.single_action_space
+
+    def __init__(self, *games):
+        self.games, self.num_envs = games, len(games)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
+
+    def reset(self, *, seed=None, options=None):
+        obs, infos = zip(*(game.reset() for game in self.games))
+        return np.concatenate(obs), {"lives": np.concatenate([info["lives"] for info in infos])}
+
+    def step(self, actions):
+        *rows, infos = zip(*(game.step(actions[i : i + 1]) for i, game in enumerate(self.games)))
+        return *map(np.concatenate, rows), {"lives": np.concatenate([info["lives"] for info in infos])}
+
+
 def scripted(steps, lives, actions=(NOOP, FIRE, UP)):
     """(AtariEnvs around a scripted game, the game)."""
     game = ScriptedGame(steps, lives)
@@ -443,33 +464,41 @@ def test_update_with_one_minibatch_is_the_gradient_step_written_out():
 # ------------------------------------------------------------------------------------------ evaluation
 
 
-def play_scripted(monkeypatch, steps, lives, **settings):
-    game = ScriptedGame(steps, lives)
-    envs = ppo.AtariEnvs(gym.wrappers.vector.RecordEpisodeStatistics(game), [NOOP, FIRE, UP])
+def evaluate_scripted(monkeypatch, *games, **settings):
+    """Evaluate an agent that prefers the last action of three on scripted games."""
+    envs = ppo.AtariEnvs(gym.wrappers.vector.RecordEpisodeStatistics(SideBySide(*games)), [NOOP, FIRE, UP])
     monkeypatch.setattr(ppo, "make_envs", lambda config, num_envs: envs)
-    params = ppo.ActorCritic(3).init(jax.random.key(0), np.zeros((1, 84, 84, 4), np.uint8))
-    policy = {"kernel": jnp.zeros((512, 3)), "bias": jnp.float32([0.0, 0.0, 0.3])}
-    params["params"]["policy"] = policy
-    return ppo.evaluate(tiny(**settings), params, 1, seed=0), game.actions
+    shapes = jax.eval_shape(ppo.ActorCritic(3).init, jax.random.key(0), np.zeros((1, 84, 84, 4), np.uint8))
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape), shapes)
+    params["params"]["policy"] = {"kernel": jnp.zeros((512, 3)), "bias": jnp.float32([0.0, 0.0, 0.3])}
+    return ppo.evaluate(tiny(**settings), params, len(games), seed=0)
 
 
 def test_evaluation_plays_whole_games_for_their_own_rewards(monkeypatch):
-    result, actions = play_scripted(monkeypatch, TWO_LIVES, lives=2, eval_max_steps=50)
+    game = ScriptedGame(TWO_LIVES, lives=2)
+    result = evaluate_scripted(monkeypatch, game, eval_max_steps=50)
     assert (result.returns.tolist(), result.lengths.tolist(), result.capped.tolist()) == ([9.0], [5], [False])
-    assert actions == [2, 2, 1, 2, 2]
+    assert game.actions == [2, 2, 1, 2, 2]
     assert result.summary()["eval_greedy"] is True and "greedy" in str(result)
 
 
+def test_every_game_is_counted_once_however_short(monkeypatch):
+    # DLR-RM/stable-baselines3#402
+    games = ScriptedGame([(3, True, False, 0)], lives=1), ScriptedGame(TWO_LIVES, lives=2)
+    result = evaluate_scripted(monkeypatch, *games, eval_max_steps=50)
+    assert (result.returns.tolist(), result.lengths.tolist()) == ([3.0, 9.0], [1, 5])
+
+
 def test_evaluation_is_cut_at_the_cap_and_says_so(monkeypatch):
-    result, _ = play_scripted(monkeypatch, TWO_LIVES, lives=2, eval_max_steps=3)
+    result = evaluate_scripted(monkeypatch, ScriptedGame(TWO_LIVES, lives=2), eval_max_steps=3)
     assert (result.returns.tolist(), result.lengths.tolist(), result.capped.tolist()) == ([5.0], [3], [True])
     assert "1 capped" in str(result)
 
 
 def test_sampled_evaluation_samples(monkeypatch):
-    endless = [(0, False, False, 0)] * 60
-    result, actions = play_scripted(monkeypatch, endless, lives=0, eval_max_steps=60, eval_greedy=False)
-    shares = np.bincount(actions, minlength=3) / 60
+    game = ScriptedGame([(0, False, False, 0)] * 60, lives=0)
+    result = evaluate_scripted(monkeypatch, game, eval_max_steps=60, eval_greedy=False)
+    shares = np.bincount(game.actions, minlength=3) / 60
     assert np.all(shares > 0.1) and shares[2] > shares[0]  # exp(0.3) = 1.35 times as likely
     assert "sampled" in str(result)
 
