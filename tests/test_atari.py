@@ -14,6 +14,7 @@ import pytest
 from ale_py.vector_env import AtariVectorEnv
 
 import ppo_atari as ppo
+import ppo_cartpole
 
 NOOP, FIRE, UP = ale_py.Action.NOOP, ale_py.Action.FIRE, ale_py.Action.UP
 
@@ -459,6 +460,25 @@ def test_update_with_one_minibatch_is_the_gradient_step_written_out():
     for name, expected in optax.apply_updates(params, updates).items():
         np.testing.assert_allclose(new.params[name], expected, atol=1e-6)
         assert not np.allclose(new.params[name], params[name], atol=1e-6)
+
+
+def test_update_with_one_minibatch_is_that_of_the_other_scripts():
+    # Where nothing is left to shuffle, only the order of sums differs. Ratios leave the annealed clip range.
+    settings = dict(num_envs=4, num_steps=8, num_minibatches=1, update_epochs=5, total_frames=96)
+    settings |= dict(learning_rate=0.05, clip_coef=0.15, gamma=0.9, gae_lambda=0.7, ent_coef=0.02, reward_scale=0.5)
+    params, data, next_obs = jax.tree.map(jnp.asarray, random_rollout(tiny(**settings), seed=2))
+    found = []
+    for script in (ppo, ppo_cartpole):
+        config = script.Config(**settings)
+        optimizer = script.make_optimizer(config)
+        opt_state = optimizer.init(params)
+        state = script.TrainState(params, opt_state, jax.random.key(0), jnp.int32(1))  # the second of three
+        found.append(script.update(config, linear, optimizer, state, data, next_obs))
+    (state, metrics), (other, other_metrics) = found
+    assert metrics["clip_fraction"] > 0.1 and int(state.update) == int(other.update) == 2
+    assert metrics.keys() == other_metrics.keys()
+    for x, y in zip(jax.tree.leaves((state.params, metrics)), jax.tree.leaves((other.params, other_metrics))):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------ evaluation
