@@ -50,7 +50,8 @@ def ours(game):
     environment = random_play_speed(envs.step, config.num_envs, 500, envs.single_action_space.n)
     envs.close()
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--total-frames", "20480", "--eval-episodes", "1", "--eval-max-steps", "100"]
+        frames = 10 * config.batch_size
+        flags = ["--total-frames", str(frames), "--eval-episodes", "1", "--eval-max-steps", "100"]
         return environment, ppo.train(ppo.parse_args([*flags, "--run-dir", str(Path(folder) / "run")]))["sps"]
 
 

@@ -196,6 +196,21 @@ def throughput_tables(path):
     return text
 
 
+def pixels_table(out):
+    """Frames per second on pixels, ours and Stable-Baselines3's, from *_speed.json."""
+    rows = []
+    for path in sorted(out.glob("*_speed.json")):
+        content = json.loads(path.read_text())
+        for who, name in (("ours", "ours"), ("stock", "Stable-Baselines3")):
+            if who in content:
+                training, environment = (np.median(content[who][what]) for what in ("training", "environment"))
+                ratio = training / np.median(content["stock"]["training"]) if "stock" in content else np.nan
+                game = path.stem.removesuffix("_speed")
+                rows.append([f"{game}, {name}", f"{training:,.0f}", f"{ratio:.2f}", f"{environment:,.0f}"])
+    header = ["game", "frames/s, training", "times Stable-Baselines3", "frames/s, environments alone"]
+    return markdown(header, rows)
+
+
 def filled_in(text, tables):
     """`text` with the tables, {name: Markdown}, between their markers."""
     for name, table in tables.items():
@@ -217,6 +232,7 @@ def make_readme(curves=CURVES, out=HERE):
         "figures": images or "(nothing yet)",
         "faults": faults_table(out / "faults.csv"),
         "throughput": throughput_tables(out / "throughput.json"),
+        "pixels": pixels_table(out),
     }
     return filled_in((out / "README.md").read_text(), tables)
 
