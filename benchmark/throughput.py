@@ -167,7 +167,7 @@ def take_apart(script, flags):
     compile_functions = watch.timed("compile", module.compile_functions)
     make_envs = module.make_envs
     module.compile_functions = compile_timed
-    module.make_envs = lambda *args: TimedEnvs(make_envs(*args), watch)
+    module.make_envs = lambda *args, **kwargs: TimedEnvs(make_envs(*args, **kwargs), watch)
     for name, part in (
         ("evaluate", "evaluation"),
         ("record_gif", "agent.gif"),
