@@ -1,4 +1,4 @@
-"""Frames per second on pixels: ours beside Stable-Baselines3 with the stock wrappers, on the same machine.
+"""Frames per second on pixels: ours beside Stable-Baselines3 and SBX with the stock wrappers, on the same machine.
 
     python benchmark/pixel_speed.py flappy --peers-python peers/bin/python   # minutes; writes flappy_speed.json
     python benchmark/pixel_speed.py atari --peers-python peers/bin/python      # the same; writes atari_speed.json
@@ -11,6 +11,7 @@ make_atari_env and VecFrameStack. Close everything else first.
 """
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from reference import HERE, ROOT, machine, write_json
@@ -39,8 +41,6 @@ def random_play_speed(step, num_envs, steps, actions):
 
 def ours(game):
     """(frames/s of the environments, of training) with our script."""
-    import importlib
-
     sys.path.insert(0, str(ROOT))
     ppo = importlib.import_module(SCRIPTS[game])
     config = ppo.Config()
@@ -83,41 +83,45 @@ def atari_envs():
     return VecFrameStack(make_atari_env("PongNoFrameskip-v4", n_envs=8, seed=0), 4)
 
 
-def stock(game):
-    """(frames/s of the environments, of training) with Stable-Baselines3."""
-    from stable_baselines3 import PPO
-
-    envs, frames = {"flappy": (flappy_envs, 2048), "atari": (atari_envs, 4096)}[game]
-    envs = envs()
+def stock(game, library="stable_baselines3"):
+    """(frames/s of the environments, of training) with Stable-Baselines3, or SBX, its JAX twin."""
+    PPO = importlib.import_module(library).PPO
+    envs, frames = {"flappy": flappy_envs, "atari": atari_envs}[game](), 2048
     envs.reset()
     environment = random_play_speed(envs.step, 8, 60, envs.action_space.n)
     model = PPO("CnnPolicy", envs, n_steps=128, n_epochs=4, batch_size=256)
+    model.learn(1024)  # one update, with the compiling
     began = time.perf_counter()
     model.learn(frames)
     return environment, frames / (time.perf_counter() - began)
 
 
 def measure(python, game, what):
-    """`ours` or `stock` in a process of its own: {"environment": frames/s, "training": frames/s, "peak_mib"}."""
+    """One of PROGRAMS in a process of its own: {"environment": frames/s, "training": frames/s, "peak_mib"}."""
     done = subprocess.run([python, __file__, game, "--only", what], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+PROGRAMS = {"ours": ours, "stock": stock, "sbx": partial(stock, library="sbx")}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("game", choices=SCRIPTS)
     parser.add_argument("--peers-python", help="interpreter of the environment of benchmark/requirements.txt")
-    parser.add_argument("--only", choices=("ours", "stock"), help="used by this program itself")
+    parser.add_argument("--only", choices=PROGRAMS, help="used by this program itself")
     args = parser.parse_args()
     if args.only:
-        environment, training = {"ours": ours, "stock": stock}[args.only](args.game)
+        environment, training = PROGRAMS[args.only](args.game)
         unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes on macOS, else in KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
         print(json.dumps({"environment": environment, "training": training, "peak_mib": peak}))
         return
-    pythons = {"ours": sys.executable} | ({"stock": args.peers_python} if args.peers_python else {})
+    pythons = {"ours": sys.executable} | (
+        {"stock": args.peers_python, "sbx": args.peers_python} if args.peers_python else {}
+    )
     found = {what: {"environment": [], "training": [], "peak_mib": []} for what in pythons}
     for _ in range(REPEATS):
         for what, python in pythons.items():

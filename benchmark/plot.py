@@ -197,11 +197,11 @@ def throughput_tables(path):
 
 
 def pixels_table(out):
-    """Frames per second on pixels, ours and Stable-Baselines3's, from *_speed.json."""
+    """Frames per second on pixels, ours and the peers', from *_speed.json."""
     rows = []
     for path in sorted(out.glob("*_speed.json")):
         content = json.loads(path.read_text())
-        for who, name in (("ours", "ours"), ("stock", "Stable-Baselines3")):
+        for who, name in (("ours", "ours"), ("stock", "Stable-Baselines3"), ("sbx", "SBX")):
             if who in content:
                 training, environment = (np.median(content[who][what]) for what in ("training", "environment"))
                 ratio = training / np.median(content["stock"]["training"]) if "stock" in content else np.nan
