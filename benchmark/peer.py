@@ -12,12 +12,12 @@ import json
 
 def main():
     parser = argparse.ArgumentParser(description="CartPole with Stable-Baselines3 or SBX")
-    parser.add_argument("library", choices=("sb3", "sbx"))
+    parser.add_argument("peer", choices=("sb3", "sbx"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total-frames", type=int, default=100_000)
     args = parser.parse_args()
 
-    if args.library == "sb3":
+    if args.peer == "sb3":
         from stable_baselines3 import PPO
     else:
         from sbx import PPO

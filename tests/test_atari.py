@@ -1,6 +1,5 @@
 """Atari: what the learner sees of scripted and of real games, the network against Flax, the update, whole runs."""
 
-import csv
 import json
 
 import ale_py
@@ -12,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from ale_py.vector_env import AtariVectorEnv
+from conftest import read_metrics
 
 import ppo_atari as ppo
 import ppo_cartpole
@@ -530,8 +530,7 @@ def test_sampled_evaluation_samples(monkeypatch):
 def test_two_updates_end_to_end(env_id, tmp_path):
     config = tiny(env_id=env_id, total_frames=64, run_dir=str(tmp_path / "run"))
     result = ppo.train(config)
-    with open(tmp_path / "run" / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_metrics(tmp_path / "run")
     assert [row["frames"] for row in rows] == ["32", "64"]
     assert all(np.isfinite(float(row["losses/value_loss"])) for row in rows)
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, read_metrics
 
 import ppo_atari as ppo
 
@@ -86,8 +86,7 @@ def largest_difference(run_dir, other):
 
 
 def columns(run_dir, *names):
-    lines = [line.split(",") for line in (run_dir / "metrics.csv").read_text().splitlines()]
-    return [[line[lines[0].index(name)] for name in names] for line in lines[1:]]
+    return [[row[name] for name in names] for row in read_metrics(run_dir)]
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +152,17 @@ def test_a_process_that_dies_takes_the_other_with_it(tmp_path):
     processes[0].communicate(timeout=300)  # raises TimeoutExpired if it goes on waiting
     assert processes[0].returncode != 0
     assert processes[1].wait() == -signal.SIGKILL
+
+
+def test_episodes_and_interrupts_of_all_processes_are_counted(monkeypatch):
+    # The other process: three episodes whose returns sum to 3 and lengths to 90, and an interrupt.
+    other = np.float32([3, 1, 3, 90])
+    monkeypatch.setattr(ppo.multihost_utils, "process_allgather", lambda mine: np.stack([mine, other]))
+    assert ppo.everywhere([(9.0, 10)], []) == ([(3.0, 25.0)], True)
+    assert ppo.everywhere([], [signal.SIGTERM]) == ([(1.0, 30.0)], True)
+    monkeypatch.setattr(ppo.multihost_utils, "process_allgather", lambda mine: np.stack([mine, 0 * other]))
+    assert ppo.everywhere([], []) == ([], False)
+    assert ppo.everywhere([(9.0, 10), (5.0, 20)], []) == ([(7.0, 15.0)], False)
 
 
 def test_environments_that_cannot_be_spread_evenly_are_refused(tmp_path):
