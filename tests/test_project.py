@@ -23,7 +23,6 @@ MAY_DIFFER = {
     "record_gif": "environments of its own",
     "Evaluation": "Flappy Bird has a score; Atari is evaluated greedily or not",
     # Atari's alone:
-    "conv_as_matmul": "its wider layers gain from a gradient of their own",
     "rollout": "its environment says which rows are decisions",
     "update": "steps are shuffled within each environment, so that none changes its device",
     "compile_functions": "many devices",
