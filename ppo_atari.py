@@ -98,7 +98,9 @@ class Config:
     repeat_action_probability: float = 0.0  # sticky actions: how often a frame repeats the last action instead
     checkpoint_every: int = 20  # updates from one checkpoint to the next
     eval_episodes: int = 10  # whole games of the evaluation at the end
-    eval_max_steps: int = 27_000  # an evaluation game is cut here and reported as capped; the emulator stops here too
+    eval_max_steps: int = (
+        27_000  # an evaluation game is cut here, at the emulator's own limit, and reported as capped
+    )
     eval_greedy: bool = True  # evaluate the most likely actions; else sampled ones, as in training
     distributed: bool = False  # one of several processes of one run; SLURM, Kubernetes or TPU pod say which
     coordinator_address: str | None = None  # host:port of process 0, where they do not
@@ -179,8 +181,9 @@ class AtariEnvs(gym.vector.VectorWrapper):
     Observations are uint8 [N, 84, 84, 4], the newest picture last. The reward is the sign of the game's. The loss of
     a life counts as termination while the game goes on, as in OpenAI baselines; then FIRE is pressed in games
     that have it, since some (Breakout) wait for it. In info, beside the games' whole statistics:
-    "reward" [N], the game's own; "game_over" [N]; and "decided" [N], False where the agent's action was not
-    played: FIRE was pressed in its place, or the game reset (NEXT_STEP).
+    "reward" [N], the game's own; "game_over" [N], by itself or because it was "cut" [N] by the emulator's limit of
+    108,000 frames; and "decided" [N], False where the agent's action was not played: FIRE was pressed in its
+    place, or the game reset (NEXT_STEP).
     """
 
     def __init__(self, env, actions):
@@ -210,7 +213,7 @@ class AtariEnvs(gym.vector.VectorWrapper):
         life_lost = (info["lives"] < self.lives) & (info["lives"] > 0) & ~self.game_over
         self.lives, self.game_over = info["lives"].copy(), game_over | truncated
         self.press = life_lost & ~self.game_over & (self.fire is not None)
-        info |= {"reward": reward, "game_over": self.game_over, "decided": decided}
+        info |= {"reward": reward, "game_over": self.game_over, "cut": truncated, "decided": decided}
         return self.observe(obs), np.sign(reward), game_over | life_lost, truncated & ~life_lost, info
 
 
@@ -582,7 +585,7 @@ class Evaluation(NamedTuple):
 
     returns: np.ndarray  # float64 [episodes], undiscounted sums of the game's own rewards
     lengths: np.ndarray  # int [episodes], in frames
-    capped: np.ndarray  # bool [episodes], cut by eval_max_steps: the return would have been higher
+    capped: np.ndarray  # bool [episodes], cut by eval_max_steps or the emulator: the game would have gone on
     greedy: bool  # the most likely actions, else sampled ones
 
     def __str__(self):
@@ -618,13 +621,15 @@ def evaluate(config, params, episodes, seed):
     seed = env_seed(seed, EVALUATION)
     (obs, _), key = envs.reset(seed=seed), jax.random.key(seed)
     returns, lengths, playing = np.zeros(episodes), np.zeros(episodes, int), np.ones(episodes, bool)
+    capped = np.zeros(episodes, bool)
     while playing.any() and lengths.max() < config.eval_max_steps:
         obs, _, _, _, info = envs.step(np.asarray(choose(params, obs, key, lengths.max())))
         returns += np.where(playing, info["reward"], 0.0)
         lengths += playing
+        capped |= playing & info["cut"]
         playing &= ~info["game_over"]
     envs.close()
-    return Evaluation(returns, lengths, capped=playing, greedy=config.eval_greedy)
+    return Evaluation(returns, lengths, capped=capped | playing, greedy=config.eval_greedy)
 
 
 def record_gif(config, params, path, seed, max_steps=500):

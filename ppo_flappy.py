@@ -643,14 +643,16 @@ def evaluate(config, params, episodes, seed):
     obs, _ = envs.reset(seed=env_seed(seed, EVALUATION))
     returns, playing = np.zeros(episodes), np.ones(episodes, bool)
     lengths, scores = np.zeros((2, episodes), int)
+    capped = np.zeros(episodes, bool)
     while playing.any() and lengths.max() < config.eval_max_steps:
         obs, reward, terminated, truncated, info = envs.step(np.asarray(greedy(params, obs)))
         returns += np.where(playing, reward, 0.0)
         scores = np.where(playing, info["score"], scores)
         lengths += playing
+        capped |= playing & truncated  # at max_episode_steps: the game has no limit of its own
         playing &= ~(terminated | truncated)
     envs.close()
-    return Evaluation(returns, lengths, scores, capped=playing)
+    return Evaluation(returns, lengths, scores, capped=capped | playing)
 
 
 def record_gif(config, params, path, seed, max_steps=250):

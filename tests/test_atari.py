@@ -515,6 +515,12 @@ def test_evaluation_is_cut_at_the_cap_and_says_so(monkeypatch):
     assert "1 capped" in str(result)
 
 
+def test_a_game_that_the_emulator_cuts_is_capped(monkeypatch):
+    games = ScriptedGame([(1, False, False, 0), (1, False, True, 0)], lives=0), ScriptedGame(TWO_LIVES, lives=2)
+    result = evaluate_scripted(monkeypatch, *games, eval_max_steps=50)
+    assert (result.lengths.tolist(), result.capped.tolist()) == ([2, 5], [True, False])
+
+
 def test_sampled_evaluation_samples(monkeypatch):
     game = ScriptedGame([(0, False, False, 0)] * 60, lives=0)
     result = evaluate_scripted(monkeypatch, game, eval_max_steps=60, eval_greedy=False)

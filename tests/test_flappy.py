@@ -273,6 +273,16 @@ def test_an_agent_that_never_ends_is_cut_and_reported(monkeypatch, params):
     assert result.summary()["eval_score_mean"] == 5.0 and result.summary()["eval_capped"] == 1
 
 
+def test_an_episode_that_max_episode_steps_cuts_is_capped(monkeypatch, params):
+    def make_envs(config, num_envs):
+        envs = [EndsAt(length) for length in (3, None)]
+        return ppo.ThreadedVectorEnv([gym.wrappers.TimeLimit(env, config.max_episode_steps) for env in envs])
+
+    monkeypatch.setattr(ppo, "make_envs", make_envs)
+    result = ppo.evaluate(ppo.Config(eval_max_steps=7, max_episode_steps=7), params, episodes=2, seed=1)
+    assert (result.lengths.tolist(), result.capped.tolist()) == ([3, 7], [False, True])
+
+
 def test_two_updates_end_to_end(tmp_path):
     run_dir = tmp_path / "run"
     arguments = "--num-envs 2 --num-steps 40 --num-minibatches 2 --update-epochs 1 --total-frames 160"
