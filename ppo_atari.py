@@ -39,6 +39,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -98,9 +99,7 @@ class Config:
     repeat_action_probability: float = 0.0  # sticky actions: how often a frame repeats the last action instead
     checkpoint_every: int = 20  # updates from one checkpoint to the next
     eval_episodes: int = 10  # whole games of the evaluation at the end
-    eval_max_steps: int = (
-        27_000  # an evaluation game is cut here, at the emulator's own limit, and reported as capped
-    )
+    eval_max_steps: int = 27_000  # an evaluation game is cut here, if not by the emulator, and reported as capped
     eval_greedy: bool = True  # evaluate the most likely actions; else sampled ones, as in training
     distributed: bool = False  # one of several processes of one run; SLURM, Kubernetes or TPU pod say which
     coordinator_address: str | None = None  # host:port of process 0, where they do not
@@ -171,8 +170,6 @@ def check_env(config):
     addressed = [config.coordinator_address, config.num_processes, config.process_id]
     if not config.distributed and addressed != [None] * 3:
         raise UsageError("--coordinator-address, --num-processes and --process-id need --distributed")
-    if config.distributed and config.evaluate:
-        raise UsageError("--evaluate runs in one process, without --distributed")
 
 
 class AtariEnvs(gym.vector.VectorWrapper):
@@ -768,14 +765,14 @@ def create_run_dir(config):
     env_name, now = config.env_id.replace("/", "-"), time.strftime("%Y%m%d-%H%M%S")
     name = f"{Path(__file__).stem}__{env_name}__seed{config.seed}__{now}"
     run_dir = Path(config.run_dir or Path("runs") / name)
-    if any((run_dir / file).exists() for file in ("config.json", "evaluation.json")):
-        raise UsageError(f"--run-dir {run_dir} already holds a run; --resume {run_dir} goes on with it")
     try:
+        if any((run_dir / file).exists() for file in ("config.json", "evaluation.json")):
+            raise UsageError(f"--run-dir {run_dir} already holds a run; --resume {run_dir} goes on with it")
         run_dir.mkdir(parents=True, exist_ok=True)
+        if not config.evaluate:
+            write_json(run_dir / "config.json", asdict(config))
     except OSError as error:
         raise UsageError(f"--run-dir {run_dir} cannot be made: {error}") from None
-    if not config.evaluate:
-        write_json(run_dir / "config.json", asdict(config))
     return run_dir
 
 
@@ -804,14 +801,18 @@ def join_processes(config):
     check_env(config)  # before the first word to the others: then all stop for the same reason
     names = ("coordinator_address", "num_processes", "process_id")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    # SIGTERM is ours, not JAX's, which would take it while nobody looks: see interrupts_noted.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(**given)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, IndexError, RuntimeError) as error:
         raise UsageError(f"--distributed: {' '.join(str(error).split())}") from None
 
 
 def check_devices(config):
     """Raise UsageError unless the environments can be spread evenly over all devices of all processes."""
+    if jax.local_device_count() * jax.process_count() != jax.device_count():
+        raise UsageError(f"--distributed: {jax.local_device_count()} devices here, another number in other processes")
     if config.num_envs % jax.device_count():
         devices = f"{jax.device_count()} devices ({jax.process_count()} processes)"
         raise UsageError(f"--num-envs {config.num_envs} cannot be spread evenly over {devices}")
@@ -912,7 +913,7 @@ def learn(config, run_dir):
     buffer = to_devices(jax.tree.map(np.asarray, make_buffer(local, envs.observation_space)), by_step)
     one = np.zeros((1, *envs.single_observation_space.shape), np.uint8)
     state, seconds = init_fn(to_devices(one, same), to_devices(np.uint32(config.seed), same)), 0.0
-    if config.resume and (run_dir / "checkpoints").exists():  # else it died before the first one
+    if config.resume and any(run_dir.glob("checkpoints/*.msgpack")):  # else it died before the first one
         state, seconds = load_checkpoint(run_dir, to_one_device(state))
         state = jax.jit(lambda x: x, out_shardings=same)(state)
     first = int(state.update)
@@ -936,7 +937,7 @@ def learn(config, run_dir):
             last = number == config.num_updates
             if leader and (number % config.checkpoint_every == 0 or last or interrupted):
                 save_checkpoint(run_dir, to_one_device(state), seconds)
-            if interrupted and not last:
+            if interrupted:
                 raise KeyboardInterrupt(f"stopped after {frames:,} frames; go on with --resume {run_dir}")
     return state, seconds, sps
 
@@ -1000,6 +1001,8 @@ def parse_args(args=None):
         return config
     if config.resume and config.evaluate:
         raise UsageError("--resume and --evaluate exclude each other")
+    if config.evaluate and config.distributed:
+        raise UsageError("--evaluate runs in one process, without --distributed")
     launch = dict(distributed=False, coordinator_address=None, num_processes=None, process_id=None)
     saved = replace(load_config(source), run_dir=None, **launch)
     config = tyro.cli(Config, args=args, description=__doc__, default=saved)
@@ -1008,6 +1011,7 @@ def parse_args(args=None):
     for field in fields(config):
         if field.name not in free and getattr(config, field.name) != getattr(saved, field.name):
             raise UsageError(f"{flag(field.name)} cannot be changed: {source} has its own settings")
+    check_env(config)  # of the launch flags, which `train` does not see
     return config
 
 
@@ -1021,13 +1025,24 @@ def main(args=None):
         return 0
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        code = 2
     except FloatingPointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        print(error if error.args else "interrupted", file=sys.stderr)
+        if not jax.distributed.is_initialized() or jax.process_index() == 0:
+            print(error if error.args else "interrupted", file=sys.stderr)
         return 130
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        code = 1
+    if jax.distributed.is_initialized():
+        # The others wait for this process, and its way out would wait for them, five minutes long.
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -634,14 +634,14 @@ def create_run_dir(config):
     env_name, now = config.env_id.replace("/", "-"), time.strftime("%Y%m%d-%H%M%S")
     name = f"{Path(__file__).stem}__{env_name}__seed{config.seed}__{now}"
     run_dir = Path(config.run_dir or Path("runs") / name)
-    if any((run_dir / file).exists() for file in ("config.json", "evaluation.json")):
-        raise UsageError(f"--run-dir {run_dir} already holds a run; --resume {run_dir} goes on with it")
     try:
+        if any((run_dir / file).exists() for file in ("config.json", "evaluation.json")):
+            raise UsageError(f"--run-dir {run_dir} already holds a run; --resume {run_dir} goes on with it")
         run_dir.mkdir(parents=True, exist_ok=True)
+        if not config.evaluate:
+            write_json(run_dir / "config.json", asdict(config))
     except OSError as error:
         raise UsageError(f"--run-dir {run_dir} cannot be made: {error}") from None
-    if not config.evaluate:
-        write_json(run_dir / "config.json", asdict(config))
     return run_dir
 
 
@@ -706,7 +706,7 @@ def learn(config, run_dir):
     init_fn, act_fn, update_fn = compile_functions(config, envs)
     buffer = make_buffer(config, envs.observation_space)
     state, seconds = init_fn(buffer[0][0], np.uint32(config.seed)), 0.0
-    if config.resume and (run_dir / "checkpoints").exists():  # else it died before the first one
+    if config.resume and any(run_dir.glob("checkpoints/*.msgpack")):  # else it died before the first one
         state, seconds = load_checkpoint(run_dir, state)
     first = int(state.update)
     obs, _ = envs.reset(seed=env_seed(config.seed, first))
@@ -726,7 +726,7 @@ def learn(config, run_dir):
                 raise FloatingPointError(f"loss or parameters not finite after {frames:,} frames, so not saved")
             if number % config.checkpoint_every == 0 or number == config.num_updates or interrupts:
                 save_checkpoint(run_dir, state, seconds)
-            if interrupts and number < config.num_updates:
+            if interrupts:
                 raise KeyboardInterrupt(f"stopped after {frames:,} frames; go on with --resume {run_dir}")
     return state, seconds, sps
 

@@ -1,6 +1,7 @@
 """Atari: what the learner sees of scripted and of real games, the network against Flax, the update, whole runs."""
 
 import json
+import math
 
 import ale_py
 import flax.linen as nn
@@ -353,6 +354,16 @@ def test_convolution_is_the_same_on_a_gpu(monkeypatch):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+def test_initial_weights_are_orthogonal():
+    params = ppo.ActorCritic(3).init(jax.random.key(0), np.zeros((1, 84, 84, 4), np.uint8))["params"]
+    gains = {"policy": 0.01, "value": 1.0}
+    for name, layer in params.items():
+        kernel = np.asarray(layer["kernel"]).reshape(-1, layer["kernel"].shape[-1])
+        np.testing.assert_allclose(np.linalg.svd(kernel)[1], gains.get(name, math.sqrt(2)), rtol=1e-4)
+        assert not layer["bias"].any()
+    assert len(params) == 6
+
+
 def test_matmul_has_the_gradient_of_a_product():
     rng = np.random.default_rng(0)
     x, kernel, grad = rng.normal(size=(2, 3, 5)), rng.normal(size=(5, 4)), rng.normal(size=(2, 3, 4))
@@ -391,6 +402,18 @@ def test_rollout_masks_resets_and_fire_and_nothing_else():
     assert episodes == [(9.0, 5)] * 3
 
 
+def test_rollout_ends_an_episode_at_truncation_without_termination():
+    envs, _ = scripted([(1, False, False, 0), (1, False, True, 0)], lives=0)
+    config = tiny(num_envs=1, num_steps=6, num_minibatches=1)
+    state = ppo.TrainState({}, (), jax.random.key(0), jnp.int32(0))
+    buffer = ppo.make_buffer(config, envs.observation_space)
+    obs, _ = envs.reset(seed=0)
+    _, _, data, _, _ = ppo.rollout(config, lambda *args: (args[1], args[2], np.array([2])), envs, state, buffer, obs)
+    assert data.done[:, 0].tolist() == [False, True, False] * 2
+    assert data.valid[:, 0].tolist() == [True, True, False] * 2
+    assert not data.terminated.any()
+
+
 def linear(params, obs):
     """Policy and value linear in the numbers of the observation."""
     return obs @ params["policy"], obs @ params["value"]
@@ -405,7 +428,9 @@ def random_rollout(config, seed):
     log_prob = np.take_along_axis(np.asarray(log_probs), action[..., None], axis=-1)[..., 0]
     value, reward = np.float32(obs @ np.asarray(params["value"])), np.float32(rng.normal(size=shape))
     terminated, valid = rng.random(shape) < 0.1, rng.random(shape) < 0.8
-    data = ppo.Rollout(obs, action, log_prob, value, reward, terminated, terminated, valid)
+    done = terminated | (rng.random(shape) < 0.2)
+    assert 0 < terminated.sum() < done.sum()
+    data = ppo.Rollout(obs, action, log_prob, value, reward, terminated, done, valid)
     return params, data, np.float32(rng.normal(size=(config.num_envs, 3)))
 
 
@@ -429,9 +454,13 @@ def test_every_minibatch_has_as_many_steps_of_each_environment_and_every_epoch_a
 
     optimizer = ppo.make_optimizer(config)
     state = ppo.TrainState(params, optimizer.init(params), jax.random.key(0), jnp.int32(0))
+    ppo.update(config, watch, optimizer, state._replace(key=jax.random.key(1)), data, next_obs)
+    jax.effects_barrier()
+    of_another_key, seen = seen[:], []
     ppo.update(config, watch, optimizer, state, data, next_obs)
     jax.effects_barrier()
     assert len(seen) == 8
+    assert not all(np.array_equal(x, y) for x, y in zip(seen, of_another_key))
     for rows in seen:
         assert np.bincount(rows[:, 1].astype(int)).tolist() == [2, 2, 2]
     for epoch in (seen[:4], seen[4:]):
@@ -545,21 +574,26 @@ def test_two_updates_end_to_end(env_id, tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["repeat_action_probability"] == 0.0
 
 
+def dies_after(save):
+    """A save_checkpoint that stops the run, as a crash does, after the second of three updates."""
+
+    def save_and_die(*args):
+        save(*args)
+        raise MemoryError
+
+    return save_and_die
+
+
 def test_resumed_run_goes_on_where_it_stopped_and_its_agent_can_be_evaluated(tmp_path, capsys):
     run_dir = tmp_path / "run"
     full = tiny(run_dir=str(run_dir))
     with pytest.MonkeyPatch.context() as patch:
-        # Stopped after the second of three updates, as by a crash.
-        save = ppo.save_checkpoint
-
-        def save_and_die(*args):
-            save(*args)
-            raise MemoryError
-
-        patch.setattr(ppo, "save_checkpoint", save_and_die)
+        patch.setattr(ppo, "save_checkpoint", dies_after(ppo.save_checkpoint))
         with pytest.raises(MemoryError):
             ppo.train(full)
     before = (run_dir / "metrics.csv").read_text()
+    assert before.splitlines()[-1].startswith("64,")
+    assert ppo.main(["--resume", str(run_dir), "--num-processes", "2"]) == 2  # without --distributed
     assert ppo.main(["--resume", str(run_dir)]) == 0
     after = (run_dir / "metrics.csv").read_text()
     assert after.startswith(before) and after.splitlines()[-1].startswith("96,")
@@ -569,3 +603,37 @@ def test_resumed_run_goes_on_where_it_stopped_and_its_agent_can_be_evaluated(tmp
     saved = json.loads((tmp_path / "eval" / "evaluation.json").read_text())
     assert (saved["eval_episodes"], saved["eval_capped"], saved["eval_greedy"]) == (1, 1, False)
     assert "sampled return over 1 episodes" in capsys.readouterr().out
+
+
+def test_training_resumed_training_and_evaluation_play_games_of_their_own(tmp_path, monkeypatch):
+    seeds, reset = [], ppo.AtariEnvs.reset
+
+    def note(envs, *, seed=None, options=None):
+        seeds.append((envs.num_envs, seed))
+        return reset(envs, seed=seed, options=options)
+
+    monkeypatch.setattr(ppo.AtariEnvs, "reset", note)
+    monkeypatch.setattr(ppo, "record_gif", lambda *args: None)
+    config = tiny(run_dir=str(tmp_path / "run"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo, "save_checkpoint", dies_after(ppo.save_checkpoint))
+        with pytest.raises(MemoryError):
+            ppo.train(config)
+    ppo.main(["--resume", str(tmp_path / "run")])
+    assert [num_envs for num_envs, _ in seeds] == [4, 4, 2]
+    ranges = [set(range(seed, seed + num_envs)) for num_envs, seed in seeds]
+    assert len(set.union(*ranges)) == 4 + 4 + 2
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path, monkeypatch, capsys):
+    config, rollout = tiny(checkpoint_every=1, run_dir=str(tmp_path / "run")), ppo.rollout
+
+    def with_nan(config, act_fn, envs, state, buffer, obs):
+        state, buffer, data, *rest = rollout(config, act_fn, envs, state, buffer, obs)
+        return state, buffer, data._replace(reward=data.reward * (np.nan if int(state.update) == 1 else 1)), *rest
+
+    monkeypatch.setattr(ppo, "rollout", with_nan)
+    monkeypatch.setattr(ppo, "parse_args", lambda args: config)
+    assert ppo.main() == 1
+    assert "not finite" in capsys.readouterr().err
+    assert [path.stem for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["00000001"]

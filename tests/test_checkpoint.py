@@ -281,6 +281,32 @@ def test_a_run_may_be_moved(run_copy, tmp_path, monkeypatch):
     assert (run_dir / "result.json").exists()
 
 
+def test_a_run_killed_while_it_wrote_its_first_checkpoint_begins_again(tmp_path, stopped):
+    config = tiny(run_dir=str(tmp_path / "run"))
+    stopped(config, "record", 1, ppo.Recorder)
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "run" / "checkpoints" / "00000002.msgpack.tmp").write_bytes(b"half")
+    assert resume(config.run_dir) == 0
+    assert frames_of(config.run_dir) == [8, 16, 24, 32, 40, 48]
+
+
+def test_an_interrupt_in_the_last_update_leaves_the_evaluation_to_resume(tmp_path, monkeypatch):
+    config, rollout = tiny(run_dir=str(tmp_path / "run")), ppo.rollout
+
+    def interrupted(config, act_fn, envs, state, *rest):
+        if int(state.update) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return rollout(config, act_fn, envs, state, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo, "rollout", interrupted)
+        patch.setattr(ppo, "parse_args", lambda args: config)
+        assert ppo.main() == 130
+    assert frames_of(config.run_dir)[-1] == 48 and not (tmp_path / "run" / "result.json").exists()
+    assert resume(config.run_dir) == 0
+    assert (tmp_path / "run" / "result.json").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_finishes_the_update_saves_and_exits_with_130(tmp_path, monkeypatch, capsys, number):
     config, handler = tiny(checkpoint_every=100, run_dir=str(tmp_path / "run")), signal.getsignal(number)

@@ -150,6 +150,10 @@ def test_a_directory_that_holds_a_run_is_refused(refused, cartpole_run):
     assert "--run-dir" in refused("--run-dir", config.run_dir)
 
 
+def test_a_run_directory_that_cannot_be_is_refused(refused):
+    assert "--run-dir" in refused("--run-dir", "x" * 300)
+
+
 def test_a_run_directory_that_is_a_file_is_refused(refused, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert "--run-dir" in refused("--run-dir", "file")

@@ -26,11 +26,11 @@ def small(run_dir, frames=96):
     return [*SMALL, "--total-frames", str(frames), "--run-dir", str(run_dir)]
 
 
-def start(*flags, devices=1, **variables):
+def start(*flags, devices=1, script=ROOT / "ppo_atari.py", **variables):
     """Start the script in a process with this many CPU devices and these environment variables."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     env |= variables
-    command = [sys.executable, str(ROOT / "ppo_atari.py"), *flags]
+    command = [sys.executable, str(script), *flags]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -46,10 +46,10 @@ def free_port(first=0, last=0):
     raise AssertionError("no port is free")
 
 
-def start_two(*flags):
+def start_two(*flags, devices=(1, 1), **how):
     """Two processes of one run, [process 0, process 1], which meet on this machine."""
     flags = [*flags, "--distributed", "--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
-    return [start(*flags, "--process-id", str(i)) for i in (0, 1)]
+    return [start(*flags, "--process-id", str(i), devices=devices[i], **how) for i in (0, 1)]
 
 
 def start_two_as_slurm_does(*flags):
@@ -121,9 +121,9 @@ def test_two_processes_stop_together_at_sigterm_and_resume_under_slurm(tmp_path)
     processes = start_two(*small(run_dir, frames=2_000_000), "--checkpoint-every", "1000000")
     wait_for_updates(run_dir, 3, processes)
     processes[1].send_signal(signal.SIGTERM)
-    for process in processes:
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 130, output
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
+    assert [process.returncode for process in processes] == [130, 130], outputs
+    assert f"--resume {run_dir}" in outputs[0] and "stopped" not in outputs[1]
     frames = int(columns(run_dir, "frames")[-1][0])
     assert int(next((run_dir / "checkpoints").iterdir()).stem) * 32 == frames
     processes = start_two_as_slurm_does("--resume", str(run_dir))
@@ -152,6 +152,50 @@ def test_a_process_that_dies_takes_the_other_with_it(tmp_path):
     processes[0].communicate(timeout=300)  # raises TimeoutExpired if it goes on waiting
     assert processes[0].returncode != 0
     assert processes[1].wait() == -signal.SIGKILL
+
+
+def changed_script(tmp_path, change):
+    """A program that is ppo_atari.py but for a change."""
+    path = tmp_path / "changed.py"
+    path.write_text(f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport ppo_atari as ppo\n")
+    with open(path, "a") as file:
+        file.write(change + "\nsys.exit(ppo.main(sys.argv[1:]))\n")
+    return path
+
+
+def test_a_process_that_fails_takes_the_other_with_it(tmp_path):
+    # JAX's own way out of a failed process waits for the other for 300 s, which waits for it.
+    change = """
+def fail(*args):
+    raise OSError("the disk is full")
+ppo.save_checkpoint = fail
+"""
+    processes = start_two(*small(tmp_path / "run", frames=2_000_000), script=changed_script(tmp_path, change))
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert processes[0].returncode == 1 and "the disk is full" in outputs[0]
+    assert processes[1].returncode != 0
+
+
+def test_sigterm_ends_a_process_that_is_still_compiling(tmp_path):
+    change = """
+def slow(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(300)
+ppo.compile_functions = slow
+"""
+    flags = ["--distributed", "--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "1"]
+    flags += ["--process-id", "0", *small(tmp_path / "run")]
+    process = start(*flags, script=changed_script(tmp_path, change))
+    process.communicate(timeout=200)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_processes_with_unequal_devices_are_refused(tmp_path):
+    processes = start_two(*small(tmp_path / "run"), "--num-envs", "6", devices=(2, 1))
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert processes[0].returncode == 2 and "2 devices here" in outputs[0]
+    assert processes[1].returncode != 0
+    assert not (tmp_path / "run").exists()
 
 
 def test_episodes_and_interrupts_of_all_processes_are_counted(monkeypatch):
