@@ -1,16 +1,19 @@
-"""Frames per second on pixels: ours beside Stable-Baselines3 and SBX with the stock wrappers, on the same machine.
+"""Speed on pixels: ours beside Stable-Baselines3 and SBX with the stock wrappers, on the same machine.
 
     python benchmark/pixel_speed.py flappy --peers-python peers/bin/python   # minutes; writes flappy_speed.json
-    python benchmark/pixel_speed.py atari --peers-python peers/bin/python      # the same; writes atari_speed.json
+    python benchmark/pixel_speed.py atari --peers-python peers/bin/python    # the same; writes atari_speed.json
 
-A frame is a decision. Measured: the environments alone, in one process with random actions, and training,
-compile time apart; ours and theirs in turn. Ours are the scripts with their defaults. Theirs is PPO with
+A frame is a decision. Measured: frames per second of the environments alone, in one process with random actions;
+frames per second of training, without compiling and the first update; and the seconds and peak memory of that whole
+process, with imports, compiling and, for ours, checkpoints, TensorBoard, an evaluation of 100 steps and agent.gif.
+Ours and theirs in turn; SBX once, since it is slow. Ours are the scripts with their defaults. Theirs is PPO with
 CnnPolicy, 8 environments, 4 epochs and minibatches of 256; for Flappy Bird on Gymnasium's AddRenderObservation,
 GrayscaleObservation, ResizeObservation and FrameStackObservation, for Atari (Pong) on the library's own
 make_atari_env and VecFrameStack. Close everything else first.
 """
 
 import argparse
+import csv
 import importlib
 import json
 import os
@@ -24,7 +27,8 @@ from pathlib import Path
 
 from reference import HERE, ROOT, machine, write_json
 
-REPEATS = 3
+FRAMES = 5_120  # of every training
+REPEATS = {"ours": 3, "stock": 3, "sbx": 1}
 SCRIPTS = {"flappy": "ppo_flappy", "atari": "ppo_atari"}
 
 
@@ -39,20 +43,31 @@ def random_play_speed(step, num_envs, steps, actions):
     return steps * num_envs / (time.perf_counter() - began)
 
 
-def ours(game):
-    """(frames/s of the environments, of training) with our script."""
-    sys.path.insert(0, str(ROOT))
-    ppo = importlib.import_module(SCRIPTS[game])
-    config = ppo.Config()
+def our_environments(game):
+    """Frames per second of our environments alone."""
+    ppo, config = our_script(game)
     ppo.check_env(config)
     envs = ppo.make_envs(config, config.num_envs)
     envs.reset(seed=0)
-    environment = random_play_speed(envs.step, config.num_envs, 500, envs.single_action_space.n)
-    envs.close()
+    return random_play_speed(envs.step, config.num_envs, 500, envs.single_action_space.n)
+
+
+def our_training(game):
+    """Frames per second of training with our script, from its metrics.csv."""
+    ppo, _ = our_script(game)
     with tempfile.TemporaryDirectory() as folder:
-        frames = 10 * config.batch_size
-        flags = ["--total-frames", str(frames), "--eval-episodes", "1", "--eval-max-steps", "100"]
-        return environment, ppo.train(ppo.parse_args([*flags, "--run-dir", str(Path(folder) / "run")]))["sps"]
+        flags = ["--total-frames", str(FRAMES), "--eval-episodes", "1", "--eval-max-steps", "100"]
+        ppo.train(ppo.parse_args([*flags, "--run-dir", str(Path(folder) / "run")]))
+        with open(Path(folder) / "run" / "metrics.csv", newline="") as file:
+            rows = [[float(row[name]) for name in ("frames", "seconds")] for row in csv.DictReader(file)]
+    return (rows[-1][0] - rows[0][0]) / (rows[-1][1] - rows[0][1])
+
+
+def our_script(game):
+    """(the script as a module, its default settings)."""
+    sys.path.insert(0, str(ROOT))
+    ppo = importlib.import_module(SCRIPTS[game])
+    return ppo, ppo.Config()
 
 
 def flappy_envs():
@@ -83,53 +98,72 @@ def atari_envs():
     return VecFrameStack(make_atari_env("PongNoFrameskip-v4", n_envs=8, seed=0), 4)
 
 
-def stock(game, library="stable_baselines3"):
-    """(frames/s of the environments, of training) with Stable-Baselines3, or SBX, its JAX twin."""
-    PPO = importlib.import_module(library).PPO
-    envs, frames = {"flappy": flappy_envs, "atari": atari_envs}[game](), 2048
+STOCK_ENVS = {"flappy": flappy_envs, "atari": atari_envs}
+
+
+def stock_environments(game):
+    """Frames per second of the stock environments alone."""
+    envs = STOCK_ENVS[game]()
     envs.reset()
-    environment = random_play_speed(envs.step, 8, 60, envs.action_space.n)
-    model = PPO("CnnPolicy", envs, n_steps=128, n_epochs=4, batch_size=256)
+    return random_play_speed(envs.step, 8, 60, envs.action_space.n)
+
+
+def stock_training(game, library):
+    """Frames per second of training with Stable-Baselines3, or SBX, its JAX twin."""
+    PPO = importlib.import_module(library).PPO
+    model = PPO("CnnPolicy", STOCK_ENVS[game](), n_steps=128, n_epochs=4, batch_size=256)
     model.learn(1024)  # one update, with the compiling
     began = time.perf_counter()
-    model.learn(frames)
-    return environment, frames / (time.perf_counter() - began)
+    model.learn(FRAMES - 1024)
+    return (FRAMES - 1024) / (time.perf_counter() - began)
 
 
-def measure(python, game, what):
-    """One of PROGRAMS in a process of its own: {"environment": frames/s, "training": frames/s, "peak_mib"}."""
-    done = subprocess.run([python, __file__, game, "--only", what], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return json.loads(done.stdout.strip().splitlines()[-1])
+PROGRAMS = {  # who: (environments alone, training)
+    "ours": (our_environments, our_training),
+    "stock": (stock_environments, partial(stock_training, library="stable_baselines3")),
+    "sbx": (stock_environments, partial(stock_training, library="sbx")),
+}
+PARTS = ("environment", "training")
 
 
-PROGRAMS = {"ours": ours, "stock": stock, "sbx": partial(stock, library="sbx")}
+def measure(python, game, who):
+    """Both parts of one of PROGRAMS, each in a process of its own: {what: figure}."""
+    found = {}
+    for part in PARTS:
+        began = time.monotonic()
+        command = [python, __file__, game, "--only", who, part]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        found["seconds"] = time.monotonic() - began  # of the last, the training
+        speed, found["peak_mib"] = json.loads(done.stdout.strip().splitlines()[-1])
+        found[part] = speed
+    return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("game", choices=SCRIPTS)
     parser.add_argument("--peers-python", help="interpreter of the environment of benchmark/requirements.txt")
-    parser.add_argument("--only", choices=PROGRAMS, help="used by this program itself")
+    parser.add_argument("--only", nargs=2, metavar=("WHO", "PART"), help="used by this program itself")
     args = parser.parse_args()
     if args.only:
-        environment, training = PROGRAMS[args.only](args.game)
+        who, part = args.only
+        speed = PROGRAMS[who][PARTS.index(part)](args.game)
         unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes on macOS, else in KiB
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-        print(json.dumps({"environment": environment, "training": training, "peak_mib": peak}))
+        print(json.dumps([speed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit]))
         return
-    pythons = {"ours": sys.executable} | (
-        {"stock": args.peers_python, "sbx": args.peers_python} if args.peers_python else {}
-    )
-    found = {what: {"environment": [], "training": [], "peak_mib": []} for what in pythons}
-    for _ in range(REPEATS):
-        for what, python in pythons.items():
-            for name, value in measure(python, args.game, what).items():
-                found[what][name].append(round(value, 1))
-    content = {"unit": "frames per second", "date": time.strftime("%Y-%m-%d"), "machine": machine()}
-    write_json(HERE / f"{args.game}_speed.json", content | found)
-    print(json.dumps(content | found, indent=2))
+    pythons = {"ours": sys.executable}
+    if args.peers_python:
+        pythons |= {"stock": args.peers_python, "sbx": args.peers_python}
+    found = {who: {} for who in pythons}
+    for repeat in range(max(REPEATS.values())):
+        for who in [who for who in pythons if repeat < REPEATS[who]]:
+            for name, value in measure(pythons[who], args.game, who).items():
+                found[who].setdefault(name, []).append(round(value, 1))
+            print(who, {name: values[-1] for name, values in found[who].items()}, flush=True)
+    about = {"frames": FRAMES, "date": time.strftime("%Y-%m-%d"), "machine": machine()}
+    write_json(HERE / f"{args.game}_speed.json", about | found)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,15 @@ def with_interval(values, spec=".1f"):
     return f"{mean:{spec}} [{low:{spec}}, {high:{spec}}]"
 
 
+def greedy_return(runs):
+    """The greedy evaluation of all seeds, and how many of its episodes were cut before their end."""
+    text = with_interval([run.result["eval_return_mean"] for run in runs])
+    capped, episodes = (
+        int(sum(run.result.get(f"eval_{what}", 0) for run in runs)) for what in ("capped", "episodes")
+    )
+    return text + (f", {capped} of {episodes} episodes cut" if capped else "")
+
+
 def false_alarms(runs):
     """What leave-one-out says of check.py on this reference."""
     try:
@@ -142,8 +151,7 @@ def curves_table(curves, peers):
         rows.append([
             f"`{meta['script']}.py` {meta['env_id']}{label_of(meta)}", f"{runs[0].frames[-1]:,}", len(runs),
             with_interval([final_return(run) for run in runs]),
-            with_interval([run.result["eval_return_mean"] for run in runs]),
-            reached, f"{np.median([entry['seconds'] for entry in meta['seeds'].values()]):,.0f}",
+            greedy_return(runs), reached, f"{np.median([entry['seconds'] for entry in meta['seeds'].values()]):,.0f}",
             false_alarms(runs), published or "-",
         ])  # fmt: skip
     header = ["what", "frames", "seeds", "return, last 10% of training", "greedy return", "threshold reached",
@@ -185,30 +193,39 @@ def throughput_tables(path):
         ])  # fmt: skip
     header = ["program", "seconds, whole process", "frames/s, whole process", "times as long as the first",
               "peak MiB", "greedy return"]  # fmt: skip
-    about = content["machine"]
     text = f"{content['frames']:,} frames of {content['env_id']}, medians of {content['repeats']} alternating "
-    text += f"runs, {content['date']}, {about['cores']} cores of {about['cpu']}.\n\n" + markdown(header, rows)
+    text += f"runs, {measured_on(content)}.\n\n" + markdown(header, rows)
     for script, parts in content.get("breakdown", {}).items():
         total, frames = sum(parts["seconds"].values()), parts["frames"]
         rows = [[part, f"{x:.2f}", f"{100 * x / total:.0f}%"] for part, x in parts["seconds"].items()]
-        text += f"\n\nWhere `{script}.py` spends its time, {frames:,} frames:\n\n"
+        text += f"\n\nWhere `{script}.py` spends its time, {frames:,} frames, {measured_on(parts)}:\n\n"
         text += markdown(["part", "seconds", "share"], rows)
     return text
 
 
 def pixels_table(out):
-    """Frames per second on pixels, ours and the peers', from *_speed.json."""
+    """Speed on pixels, ours and the peers', from *_speed.json."""
     rows = []
     for path in sorted(out.glob("*_speed.json")):
         content = json.loads(path.read_text())
         for who, name in (("ours", "ours"), ("stock", "Stable-Baselines3"), ("sbx", "SBX")):
-            if who in content:
-                training, environment = (np.median(content[who][what]) for what in ("training", "environment"))
-                ratio = training / np.median(content["stock"]["training"]) if "stock" in content else np.nan
-                game = path.stem.removesuffix("_speed")
-                rows.append([f"{game}, {name}", f"{training:,.0f}", f"{ratio:.2f}", f"{environment:,.0f}"])
-    header = ["game", "frames/s, training", "times Stable-Baselines3", "frames/s, environments alone"]
+            if who not in content:
+                continue
+            found = {what: np.median(figures) for what, figures in content[who].items()}
+            ratio = found["training"] / np.median(content["stock"]["training"]) if "stock" in content else np.nan
+            rows.append([
+                f"{path.stem.removesuffix('_speed')}, {name}", f"{found['training']:,.0f}", f"{ratio:.2f}",
+                f"{found['environment']:,.0f}", f"{found['seconds']:.0f} for {content['frames']:,} frames",
+                f"{found['peak_mib']:,.0f}", measured_on(content),
+            ])  # fmt: skip
+    header = ["game", "frames/s, training", "times Stable-Baselines3", "frames/s, environments alone",
+              "seconds, whole process", "peak MiB", "measured"]  # fmt: skip
     return markdown(header, rows)
+
+
+def measured_on(content):
+    """When and on what a figure was measured."""
+    return f"{content['date']}, {content['machine']['cores']} cores of {content['machine']['cpu']}"
 
 
 def filled_in(text, tables):

@@ -30,6 +30,7 @@ class Run(NamedTuple):
     """What is kept of one finished run."""
 
     name: str
+    seed: int
     frames: np.ndarray  # int [R], the frames played up to each row
     columns: dict  # {name: float [R]}, "episodic_return" and its kin; NaN where no episode ended
     result: dict  # result.json: frames, seconds, eval_*
@@ -73,20 +74,22 @@ def compact(frames, values, max_rows=MAX_ROWS):
 
 
 def read_run(run_dir):
-    """The Run in a run directory of a script. Raises NotComparable if it is not finished."""
+    """The Run in a run directory of a script. Raises NotComparable if it is not finished, or no such thing."""
     run_dir = Path(run_dir)
     try:
-        config = json.loads((run_dir / "config.json").read_text())
-        result = json.loads((run_dir / "result.json").read_text())
+        config, result = (json.loads((run_dir / name).read_text()) for name in ("config.json", "result.json"))
         table = read_table(run_dir / "metrics.csv")
-    except (OSError, ValueError) as error:
-        raise NotComparable(f"{run_dir} is not a finished run: {error}") from None
+        seed, evaluated, _ = config["seed"], float(result["eval_return_mean"]), table["charts/episodic_return"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NotComparable(f"{run_dir} is not a finished run of these scripts: {error!r}") from None
+    if not math.isfinite(evaluated):
+        raise NotComparable(f"{run_dir}: the evaluation gave {evaluated}")
     names = [name for name in table if name.startswith("charts/episodic_")]
     # Rounded like the curves on disk, so that a reference run is exactly itself.
     pairs = {name.removeprefix("charts/"): compact(table["frames"], table[name]) for name in names}
     columns = {name: np.array([float(f"{x:.6g}") for x in values]) for name, (_, values) in pairs.items()}
     frames = pairs["episodic_return"][0]
-    return Run(str(run_dir), frames, columns, result, settings_of(config), result.get("versions", {}))
+    return Run(str(run_dir), seed, frames, columns, result, settings_of(config), result.get("versions", {}))
 
 
 def write_curve(path, run):
@@ -118,7 +121,7 @@ def read_reference(folder):
         table = read_table(folder / f"seed_{seed}.csv")
         frames = table.pop("frames").astype(int)
         result = {name: float(cell) for name, cell in results[seed].items() if cell}
-        runs.append(Run(f"seed {seed}", frames, table, result, meta["settings"], meta["versions"]))
+        runs.append(Run(f"seed {seed}", int(seed), frames, table, result, meta["settings"], meta["versions"]))
     return meta, runs
 
 
@@ -189,7 +192,7 @@ def frames_to(run, threshold):
 class Scale(NamedTuple):
     """What the runs of a reference say about the task."""
 
-    start: float  # return of the first policy
+    start: float  # the first return seen
     end: float  # return at the end of training
     threshold: float  # 80% of the way between them
 

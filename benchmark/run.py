@@ -165,8 +165,8 @@ def run_seeds(path, seeds, flags, runs, jobs=None, say=print):
                 command = command_for(path, seed, flags, run_dir)
                 job = job if "--resume" in command else {}
                 run_dir.mkdir(parents=True, exist_ok=True)
-                job |= {"script_sha256": sha, "resumed": "--resume" in command}
-                job = {"whole_seconds": 0.0, "jobs": jobs, "cores": len(mine)} | job
+                job |= {"resumed": "--resume" in command}
+                job = {"script_sha256": sha, "whole_seconds": 0.0, "jobs": jobs, "cores": len(mine)} | job
                 write_json(run_dir / "job.json", job)
                 running[start(command, run_dir, mine)] = seed, mine, time.monotonic()
             time.sleep(0.1)
@@ -203,7 +203,7 @@ def note_end(run_dir, began):
 def keep_curves(script, label, flags, config, run_dirs, curves, collected=False):
     """Write the curves of finished runs. run_dirs: {seed: run directory}. Returns the folder.
 
-    Raises UsageError if the folder holds curves of other settings.
+    Raises UsageError if the folder holds curves of other settings, or a run had other settings.
     """
     folder = curves / script / folder_name(config["env_id"], label)
     settings, meta_path = settings_of(config), folder / "meta.json"
@@ -217,12 +217,16 @@ def keep_curves(script, label, flags, config, run_dirs, curves, collected=False)
     if results_path.exists():
         with open(results_path, newline="") as file:
             results = {int(row["seed"]): row for row in csv.DictReader(file)}
+    finished = {seed: read_run(run_dir) for seed, run_dir in run_dirs.items()}
+    for run in finished.values():
+        if found := differences(run.settings, settings):
+            raise UsageError(f"{run.name} was run with other settings ({'; '.join(found)}); give its flags after --")
     for seed, run_dir in run_dirs.items():
-        run, job = read_run(run_dir), read_job(run_dir)
+        run, job = finished[seed], read_job(run_dir)
         if meta["seeds"] and meta.get("versions", run.versions) != run.versions:
             print(f"note: seed {seed} ran with {run.versions}, the others with {meta['versions']}")
         write_curve(folder / f"seed_{seed}.csv", run)
-        row = {name: x for name, x in run.result.items() if isinstance(x, (int, float)) and name != "seed"}
+        row = {name: x for name, x in run.result.items() if type(x) in (int, float) and name != "seed"}
         results[seed] = {"seed": seed} | row
         command = shlex.join(["python", f"{script}.py", "--seed", str(seed), *flags])
         entry = {"command": command, "date": job.get("date") or day_of(run_dir)}
@@ -248,15 +252,9 @@ def day_of(run_dir):
     return time.strftime("%Y-%m-%d", time.localtime((run_dir / "result.json").stat().st_mtime))
 
 
-def collect(args, path, config, seeds):
-    """{seed: run directory} of args.collect. Raises UsageError unless they fit the seeds and the settings."""
-    run_dirs = {}
-    for run_dir in args.collect:
-        saved = json.loads((run_dir / "config.json").read_text())
-        found = differences(settings_of(saved), settings_of(config))
-        if found:
-            raise UsageError(f"{run_dir} was run with other settings ({'; '.join(found)}); give its flags after --")
-        run_dirs[saved["seed"]] = run_dir
+def collect(args, seeds):
+    """{seed: run directory} of args.collect. Raises UsageError unless they are the seeds that were named."""
+    run_dirs = {read_run(run_dir).seed: run_dir for run_dir in args.collect}
     if sorted(run_dirs) != sorted(seeds):
         raise UsageError(f"--collect names runs of the seeds {sorted(run_dirs)}, --seeds those of {sorted(seeds)}")
     return run_dirs
@@ -273,7 +271,7 @@ def run(args):
     if changed and not args.label:
         raise UsageError(f"{', '.join(changed)} not at the default: give these settings a name with --label")
     if args.collect:
-        run_dirs, failed = collect(args, path, config, seeds), {}
+        run_dirs, failed = collect(args, seeds), {}
     else:
         runs = args.runs / args.script / folder_name(config["env_id"], args.label)
         for seed in seeds:

@@ -186,6 +186,7 @@ def take_apart(script, flags):
         "frames": result["frames"],
         "flags": list(flags),
         "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
         "seconds": seconds,
     }
 

@@ -35,14 +35,15 @@ def synthetic(seed, factor=1.0, speed=1.0, heavy=False):
         "eval_return_mean": min(500.0, 420 * factor + 20 * rng.normal()),
         "frames": 50_000,
         "seconds": 3.0,
+        "eval_greedy": True,  # no number, though Python counts with it
     }
-    return reference.Run(f"seed {seed}", frames, {"episodic_return": returns}, result, SETTINGS, VERSIONS)
+    return reference.Run(f"seed {seed}", seed, frames, {"episodic_return": returns}, result, SETTINGS, VERSIONS)
 
 
 def write_run(run_dir, run, **changes):
     """The files of a run directory that check.py reads."""
     run_dir.mkdir(parents=True)
-    config = run.settings | {"seed": 7, "run_dir": "x", "resume": None} | changes
+    config = run.settings | {"seed": run.seed, "run_dir": "x", "resume": None} | changes
     rows = [f"{frames},{x:.6g}\n" for frames, x in zip(run.frames, run.columns["episodic_return"])]
     (run_dir / "metrics.csv").write_text("frames,charts/episodic_return\n" + "".join(rows))
     (run_dir / "config.json").write_text(json.dumps(config))
@@ -145,10 +146,29 @@ def test_too_few_runs_are_refused():
 # ----------------------------------------------------------------------------------------------- check.py
 
 
-def test_a_copy_of_a_reference_run_is_consistent(curves, capsys):
+def test_a_reference_run_is_compared_with_all_the_others(curves, capsys):
     for seed in (1, 7, 20):
         code, answer = answer_of([curves.parent / f"runs/{seed}", "--curves", curves], capsys)
-        assert (code, answer["verdict"]) == (0, "consistent")
+        assert (code, answer["verdict"], answer["reference_runs"]) == (0, "consistent", 19)
+        assert answer["notes"] == [f"the reference's own runs of seeds {seed} are left out"]
+
+
+def test_one_seed_does_not_count_twice(curves, tmp_path, capsys):
+    dirs = [write_run(tmp_path / name, synthetic(31)) for name in "ab"]
+    code, answer = answer_of([*dirs, "--curves", curves], capsys)
+    assert (code, answer["verdict"]) == (2, "not comparable")
+    assert "[31, 31]" in answer["reason"]
+
+
+@pytest.mark.parametrize("name, content", [
+    ("result.json", '{"frames": 50000}'), ("result.json", "[]"), ("result.json", '{"eval_return_mean": null}'),
+    ("result.json", '{"eval_return_mean": NaN}'), ("config.json", "{}"), ("metrics.csv", "frames,seconds\n1,2\n"),
+])  # fmt: skip
+def test_what_is_no_run_of_these_scripts_is_not_comparable_and_no_regression(curves, tmp_path, capsys, name, content):
+    run_dir = write_run(tmp_path / "a", synthetic(31))
+    (run_dir / name).write_text(content)
+    code, answer = answer_of([run_dir, "--curves", curves], capsys)
+    assert (code, answer["verdict"]) == (2, "not comparable")
 
 
 def test_halved_returns_are_a_regression(curves, tmp_path, capsys):
@@ -262,6 +282,12 @@ def test_curves_of_other_settings_do_not_mix(curves, tmp_path):
     run_dirs = {31: write_run(tmp_path / "a", synthetic(31), learning_rate=0.2)}
     with pytest.raises(run.UsageError, match="learning_rate: 0.2, not 0.1"):
         run.keep_curves("ppo_cartpole", "", (), SETTINGS | {"learning_rate": 0.2}, run_dirs, curves)
+
+
+def test_a_run_of_other_settings_than_asked_for_is_no_curve(tmp_path):
+    run_dirs = {31: write_run(tmp_path / "a", synthetic(31), learning_rate=0.2)}
+    with pytest.raises(run.UsageError, match="learning_rate: 0.2, not 0.1"):
+        run.keep_curves("ppo_cartpole", "", (), SETTINGS, run_dirs, tmp_path / "curves")
 
 
 def test_settings_that_are_not_the_defaults_need_a_label(tmp_path, capsys):
