@@ -31,6 +31,7 @@ from reference import (
 
 SURFACE, INK, MUTED, GRID = "#fcfcfb", "#0b0b0b", "#52514e", "#e4e3df"
 BLUE, ORANGE, VIOLET = "#2a78d6", "#eb6834", "#4a3aa7"
+PEER_LINES = ((ORANGE, (0, (5, 2))), (VIOLET, (0, (1.5, 1.5))), (INK, (0, (5, 2, 1, 2))))  # color, dashes
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def draw(meta, runs, peers, path):
         axes.fill_between(frames, low, high, color=BLUE, alpha=0.22, linewidth=0, label=what)
     name = f"interquartile mean of {len(runs)} seeds" if len(runs) > 1 else "its only seed"
     axes.plot(frames, interquartile_mean(curves), color=BLUE, linewidth=2.2, label=name)
-    for peer, color, style in zip(peers, (ORANGE, VIOLET), ((0, (5, 2)), (0, (1.5, 1.5)))):
+    for peer, (color, style) in zip(peers, PEER_LINES[: len(peers)], strict=True):
         axes.axhline(peer["value"], color=color, linewidth=1.5, linestyle=style, label=peer["label"])
     title = f"{meta['script']}.py on {meta['env_id']}{label_of(meta)}"
     axes.set_title(title, loc="left", color=INK, fontsize=13)
