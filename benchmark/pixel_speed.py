@@ -13,7 +13,6 @@ make_atari_env and VecFrameStack. Close everything else first.
 """
 
 import argparse
-import csv
 import importlib
 import json
 import os
@@ -25,17 +24,16 @@ import time
 from functools import partial
 from pathlib import Path
 
-from reference import HERE, ROOT, machine, write_json
+import numpy as np
+from reference import HERE, ROOT, machine, peak_mib, read_table, write_json
 
-FRAMES = 5_120  # of every training
+FRAMES = 5_120  # of every training; ours are rounded down to whole updates
 REPEATS = {"ours": 3, "stock": 3, "sbx": 1}
 SCRIPTS = {"flappy": "ppo_flappy", "atari": "ppo_atari"}
 
 
 def random_play_speed(step, num_envs, steps, actions):
     """Frames per second of num_envs environments; an action is 0 in all but 1/16 of the cases, as birds flap."""
-    import numpy as np
-
     rng = np.random.default_rng(0)
     began = time.perf_counter()
     for _ in range(steps):
@@ -44,23 +42,22 @@ def random_play_speed(step, num_envs, steps, actions):
 
 
 def our_environments(game):
-    """Frames per second of our environments alone."""
+    """{"environment": frames per second of our environments alone}."""
     ppo, config = our_script(game)
     ppo.check_env(config)
     envs = ppo.make_envs(config, config.num_envs)
     envs.reset(seed=0)
-    return random_play_speed(envs.step, config.num_envs, 500, envs.single_action_space.n)
+    return {"environment": random_play_speed(envs.step, config.num_envs, 500, envs.single_action_space.n)}
 
 
 def our_training(game):
-    """Frames per second of training with our script, from its metrics.csv."""
+    """{"training": frames per second with our script, "frames": all it played}, from its metrics.csv."""
     ppo, _ = our_script(game)
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--total-frames", str(FRAMES), "--eval-episodes", "1", "--eval-max-steps", "100"]
         ppo.train(ppo.parse_args([*flags, "--run-dir", str(Path(folder) / "run")]))
-        with open(Path(folder) / "run" / "metrics.csv", newline="") as file:
-            rows = [[float(row[name]) for name in ("frames", "seconds")] for row in csv.DictReader(file)]
-    return (rows[-1][0] - rows[0][0]) / (rows[-1][1] - rows[0][1])
+        table = read_table(Path(folder) / "run" / "metrics.csv")
+    return {"training": np.ptp(table["frames"]) / np.ptp(table["seconds"]), "frames": table["frames"][-1]}
 
 
 def our_script(game):
@@ -102,42 +99,40 @@ STOCK_ENVS = {"flappy": flappy_envs, "atari": atari_envs}
 
 
 def stock_environments(game):
-    """Frames per second of the stock environments alone."""
+    """{"environment": frames per second of the stock environments alone}."""
     envs = STOCK_ENVS[game]()
     envs.reset()
-    return random_play_speed(envs.step, 8, 60, envs.action_space.n)
+    return {"environment": random_play_speed(envs.step, 8, 60, envs.action_space.n)}
 
 
 def stock_training(game, library):
-    """Frames per second of training with Stable-Baselines3, or SBX, its JAX twin."""
+    """{"training": frames per second with Stable-Baselines3, or SBX, its JAX twin, "frames": all it played}."""
     PPO = importlib.import_module(library).PPO
     model = PPO("CnnPolicy", STOCK_ENVS[game](), n_steps=128, n_epochs=4, batch_size=256)
     model.learn(1024)  # one update, with the compiling
     began = time.perf_counter()
     model.learn(FRAMES - 1024)
-    return (FRAMES - 1024) / (time.perf_counter() - began)
+    return {"training": (FRAMES - 1024) / (time.perf_counter() - began), "frames": FRAMES}
 
 
-PROGRAMS = {  # who: (environments alone, training)
-    "ours": (our_environments, our_training),
-    "stock": (stock_environments, partial(stock_training, library="stable_baselines3")),
-    "sbx": (stock_environments, partial(stock_training, library="sbx")),
+PROGRAMS = {
+    "ours": {"environment": our_environments, "training": our_training},
+    "stock": {"environment": stock_environments, "training": partial(stock_training, library="stable_baselines3")},
+    "sbx": {"environment": stock_environments, "training": partial(stock_training, library="sbx")},
 }
-PARTS = ("environment", "training")
 
 
 def measure(python, game, who):
     """Both parts of one of PROGRAMS, each in a process of its own: {what: figure}."""
     found = {}
-    for part in PARTS:
+    for part in PROGRAMS[who]:
         began = time.monotonic()
         command = [python, __file__, game, "--only", who, part]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
         found["seconds"] = time.monotonic() - began  # of the last, the training
-        speed, found["peak_mib"] = json.loads(done.stdout.strip().splitlines()[-1])
-        found[part] = speed
+        found |= json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
@@ -149,9 +144,8 @@ def main():
     args = parser.parse_args()
     if args.only:
         who, part = args.only
-        speed = PROGRAMS[who][PARTS.index(part)](args.game)
-        unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes on macOS, else in KiB
-        print(json.dumps([speed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit]))
+        found = PROGRAMS[who][part](args.game)
+        print(json.dumps(found | {"peak_mib": peak_mib(resource.getrusage(resource.RUSAGE_SELF))}))
         return
     pythons = {"ours": sys.executable}
     if args.peers_python:
@@ -162,7 +156,7 @@ def main():
             for name, value in measure(pythons[who], args.game, who).items():
                 found[who].setdefault(name, []).append(round(value, 1))
             print(who, {name: values[-1] for name, values in found[who].items()}, flush=True)
-    about = {"frames": FRAMES, "date": time.strftime("%Y-%m-%d"), "machine": machine()}
+    about = {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
     write_json(HERE / f"{args.game}_speed.json", about | found)
 
 

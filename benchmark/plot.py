@@ -216,7 +216,7 @@ def pixels_table(out):
             ratio = found["training"] / np.median(content["stock"]["training"]) if "stock" in content else np.nan
             rows.append([
                 f"{path.stem.removesuffix('_speed')}, {name}", f"{found['training']:,.0f}", f"{ratio:.2f}",
-                f"{found['environment']:,.0f}", f"{found['seconds']:.0f} for {content['frames']:,} frames",
+                f"{found['environment']:,.0f}", f"{found['seconds']:.0f} for {found['frames']:,.0f} frames",
                 f"{found['peak_mib']:,.0f}", measured_on(content),
             ])  # fmt: skip
     header = ["game", "frames/s, training", "times Stable-Baselines3", "frames/s, environments alone",

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import sys
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -148,6 +149,11 @@ def usable_cores():
 def machine():
     """What a time depends on, without naming the host."""
     return {"cpu": cpu_model(), "cores": len(usable_cores()), "system": platform.system()}
+
+
+def peak_mib(usage):
+    """The peak memory in a resource usage, which counts bytes on macOS, else KiB."""
+    return usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 # -------------------------------------------------------------------------------------- numbers of one run

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from reference import HERE, ROOT, machine, write_json
+from reference import HERE, ROOT, machine, peak_mib, write_json
 
 # What the RL Zoo's settings for CartPole (see peer.py) are in the flags of ppo_cartpole.py.
 ZOO = ("--num-envs", "8", "--num-steps", "32", "--num-minibatches", "1", "--update-epochs", "20",
@@ -83,8 +83,7 @@ def measure(command, run_dir):
         value = json.loads(result.read_text())["eval_return_mean"]
     else:
         value = json.loads(text.strip().splitlines()[-1])["eval_return"]
-    unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes on macOS, else in KiB
-    return seconds, usage.ru_maxrss / unit, value
+    return seconds, peak_mib(usage), value
 
 
 def compare(args):
