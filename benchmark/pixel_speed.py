@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from reference import HERE, ROOT, machine, peak_mib, read_table, write_json
 
-FRAMES = 5_120  # of every training; ours are rounded down to whole updates
+FRAMES = 10_240  # of every training; ours are rounded down to whole updates
 REPEATS = {"ours": 3, "stock": 3, "sbx": 1}
 SCRIPTS = {"flappy": "ppo_flappy", "atari": "ppo_atari"}
 
