@@ -550,7 +550,7 @@ def save_checkpoint(run_dir, state, seconds):
 def load_checkpoint(run_dir, like):
     """The newest undamaged checkpoint of a run: (state, seconds). like: a TrainState with the right shapes.
 
-    Raises UsageError if there is none, or if it belongs to another network.
+    Raises UsageError if there is none, or if it belongs to another network or optimizer.
     """
     damaged = []
     for path in sorted(run_dir.glob("checkpoints/*.msgpack"), reverse=True):
@@ -561,9 +561,9 @@ def load_checkpoint(run_dir, like):
         try:
             saved = serialization.from_bytes({"state": like, "seconds": 0.0}, content[32:])
             state = saved["state"]._replace(key=jax.random.wrap_key_data(saved["state"].key))
-        except ValueError as error:
+        except (ValueError, AttributeError, KeyError, TypeError) as error:  # Flax's, whatever differs
             raise UsageError(
-                f"--resume or --evaluate {path}: another network's: {' '.join(str(error).split())}"
+                f"--resume or --evaluate {path}: another network's or optimizer's: {' '.join(str(error).split())}"
             ) from None
         if jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, like):
             raise UsageError(f"--resume or --evaluate {path}: another network's shapes")

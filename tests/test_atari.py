@@ -625,6 +625,15 @@ def test_training_resumed_training_and_evaluation_play_games_of_their_own(tmp_pa
     assert len(set.union(*ranges)) == 4 + 4 + 2
 
 
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    config, obs = tiny(), np.zeros((1, 84, 84, 4), np.uint8)
+    state = ppo.init_state(ppo.ActorCritic(6), ppo.make_optimizer(config), obs, 0)
+    flattened = ppo_cartpole.make_optimizer(config).init(state.params)
+    ppo.save_checkpoint(tmp_path, state._replace(opt_state=flattened), 0.0)
+    with pytest.raises(ppo.UsageError, match="00000000.msgpack: another network's or optimizer's"):
+        ppo.load_checkpoint(tmp_path, state)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path, monkeypatch, capsys):
     config, rollout = tiny(checkpoint_every=1, run_dir=str(tmp_path / "run")), ppo.rollout
 
