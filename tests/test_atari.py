@@ -510,6 +510,23 @@ def test_update_with_one_minibatch_is_that_of_the_other_scripts():
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+def test_optimizer_takes_the_steps_of_the_other_scripts():
+    # Three updates of four minibatches; gradients on both sides of the norm at which they are clipped.
+    settings = dict(num_envs=4, num_steps=8, num_minibatches=2, update_epochs=2, total_frames=96)
+    params, rng = {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}, np.random.default_rng(0)
+    gradients = [jax.tree.map(lambda x: jnp.float32(k * rng.normal(size=x.shape)), params) for k in 4 * (1, 0.01, 3)]
+    found = []
+    for script in (ppo, ppo_cartpole):
+        optimizer = script.make_optimizer(script.Config(**settings, learning_rate=0.1))
+        state, steps = optimizer.init(params), []
+        for gradient in gradients:
+            step, state = optimizer.update(gradient, state)
+            steps.append(step)
+        found.append(steps)
+    for x, y in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
 # ------------------------------------------------------------------------------------------ evaluation
 
 
