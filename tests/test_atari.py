@@ -491,8 +491,10 @@ def test_update_with_one_minibatch_is_the_gradient_step_written_out():
         assert not np.allclose(new.params[name], params[name], atol=1e-6)
 
 
-def test_update_with_one_minibatch_is_that_of_the_other_scripts():
+@pytest.mark.parametrize("part_rows", [32, 16, 4])  # the whole minibatch, two parts, eight
+def test_update_with_one_minibatch_is_that_of_the_other_scripts(part_rows, monkeypatch):
     # Where nothing is left to shuffle, only the order of sums differs. Ratios leave the annealed clip range.
+    monkeypatch.setattr(ppo, "PART_ROWS", part_rows)
     settings = dict(num_envs=4, num_steps=8, num_minibatches=1, update_epochs=5, total_frames=96)
     settings |= dict(learning_rate=0.05, clip_coef=0.15, gamma=0.9, gae_lambda=0.7, ent_coef=0.02, reward_scale=0.5)
     params, data, next_obs = jax.tree.map(jnp.asarray, random_rollout(tiny(**settings), seed=2))
@@ -508,6 +510,55 @@ def test_update_with_one_minibatch_is_that_of_the_other_scripts():
     assert metrics.keys() == other_metrics.keys()
     for x, y in zip(jax.tree.leaves((state.params, metrics)), jax.tree.leaves((other.params, other_metrics))):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def rows_seen_by_the_network(batch):
+    """The rows of each call that ppo_gradient makes to the network, by the first number of their observation."""
+    seen = []
+
+    def watch(params, obs):
+        jax.debug.callback(lambda rows: seen.append(rows[:, 0].tolist()), obs, ordered=True)
+        return linear(params, obs)
+
+    params = {"policy": jnp.ones((3, 2)), "value": jnp.ones(3)}
+    ppo.ppo_gradient(params, watch, batch, 0.2, 0.5, 0.01)
+    jax.effects_barrier()
+    return seen
+
+
+def numbered_batch(rows):
+    obs = jnp.stack([jnp.arange(float(rows)), jnp.zeros(rows), jnp.zeros(rows)], axis=-1)
+    return ppo.Batch(obs, jnp.zeros(rows, int), *jnp.zeros((3, rows)), jnp.ones(rows, bool))
+
+
+def test_network_sees_a_minibatch_in_parts_each_row_once():
+    assert rows_seen_by_the_network(numbered_batch(96)) == [list(range(k, k + 32)) for k in (0, 32, 64)]
+
+
+@pytest.mark.parametrize("rows", [32, 80])
+def test_a_minibatch_of_no_even_parts_is_taken_whole(rows):
+    assert rows_seen_by_the_network(numbered_batch(rows)) == [list(range(rows))]
+
+
+@pytest.mark.parametrize("name, found", [("default_backend", "gpu"), ("device_count", 2)])
+def test_other_devices_take_a_minibatch_whole(name, found, monkeypatch):
+    monkeypatch.setattr(jax, name, lambda: found)
+    assert rows_seen_by_the_network(numbered_batch(96)) == [list(range(96))]
+
+
+def test_gradient_in_parts_is_that_of_the_whole_minibatch_for_the_real_network():
+    network, rng = ppo.ActorCritic(num_actions=6), np.random.default_rng(0)
+    obs = rng.integers(0, 256, (64, 84, 84, 4), dtype=np.uint8)
+    params = network.init(jax.random.key(0), obs)
+    # The parts differ in their share of valid rows and in their advantages: no mean may be of a part alone.
+    valid, advantage = np.arange(64) % 4 < np.where(np.arange(64) < 32, 1, 3), np.linspace(-3, 9, 64) ** 3
+    batch = ppo.Batch(obs, rng.integers(0, 6, 64), np.full(64, -1.8), advantage, rng.normal(size=64), valid)
+    batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32 if x.dtype == float else None), batch)
+    found = ppo.ppo_gradient(params, network.apply, batch, 0.1, 0.5, 0.01)
+    expected = jax.grad(ppo.ppo_loss, has_aux=True)(params, network.apply, batch, 0.1, 0.5, 0.01)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5 * np.abs(y).max())
 
 
 def test_optimizer_takes_the_steps_of_the_other_scripts():
