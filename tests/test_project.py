@@ -19,13 +19,13 @@ MAY_DIFFER = {
     "make_envs": "environments of its own",
     "finished_episodes": "environments of its own",
     "ActorCritic": "networks of its own",
+    "update": "CartPole's network is too small for parts of minibatches; Atari shuffles within each environment",
     "evaluate": "environments of its own",
     "record_gif": "environments of its own",
     "Evaluation": "Flappy Bird has a score; Atari is evaluated greedily or not",
     # Atari's alone:
     "make_optimizer": "faster without optax.flatten, which the small networks of CartPole compile faster with",
     "rollout": "its environment says which rows are decisions",
-    "update": "steps are shuffled within each environment, so that none changes its device",
     "compile_functions": "many devices",
     "learn": "many devices and processes",
     "train": "many devices and processes",
@@ -136,6 +136,12 @@ def test_shared_functions_have_the_same_text_in_all_scripts():
             if name not in MAY_DIFFER:
                 other, text = first.setdefault(name, (script, source))
                 assert source == text, f"{name} differs between {other.name} and {script.name}"
+
+
+def test_flappy_birds_update_differs_from_cartpoles_in_the_gradient_alone():
+    cartpole, flappy = (definitions(ROOT / name)["update"] for name in ("ppo_cartpole.py", "ppo_flappy.py"))
+    assert flappy.count("ppo_gradient(") == 1
+    assert flappy.replace("ppo_gradient(", "jax.grad(ppo_loss, has_aux=True)(") == cartpole
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)

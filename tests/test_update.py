@@ -1,5 +1,6 @@
 """update: which rows, how often, with which rates; against a NumPy Adam and the definition of the advantages."""
 
+from dataclasses import asdict
 from functools import cache, partial
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from conftest import assert_same, gae_by_definition, linear, tiny
 
 import ppo_cartpole as ppo
+import ppo_flappy
 
 
 def random_rollout(config, seed=0, features=3):
@@ -302,3 +304,20 @@ def test_seeds_give_different_parameters_and_keys():
         assert leaf.ndim == 1 or not np.array_equal(leaf, other)  # biases are 0
     assert not np.array_equal(jax.random.key_data(one.key), jax.random.key_data(two.key))
     assert_same(one, start(1))
+
+
+@pytest.mark.parametrize("part_rows", [8, 4, 1])  # the whole minibatch, two parts, eight
+def test_flappy_birds_update_is_the_same_in_parts_of_minibatches(part_rows, monkeypatch):
+    monkeypatch.setattr(ppo_flappy, "PART_ROWS", part_rows)
+    settings = dict(num_envs=4, learning_rate=0.05, clip_coef=0.15, ent_coef=0.02, reward_scale=0.5)
+    config = tiny(**settings)
+    flappy_config = ppo_flappy.Config(**{name: getattr(config, name) for name in asdict(config) if name != "env_id"})
+    rollout, next_obs = random_rollout(config)
+    rollout = rollout._replace(obs=rollout.obs / 10)
+    state, metrics = updater(config)(initial_state(config), rollout, next_obs)
+    flappy_update = partial(ppo_flappy.update, flappy_config, linear, ppo_flappy.make_optimizer(flappy_config))
+    flappy_state, flappy_metrics = jax.jit(flappy_update)(initial_state(config), rollout, next_obs)
+    assert metrics["clip_fraction"] > 0.1 and metrics.keys() == flappy_metrics.keys()
+    pairs = zip(jax.tree.leaves((state.params, metrics)), jax.tree.leaves((flappy_state.params, flappy_metrics)))
+    for x, y in pairs:
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
