@@ -17,8 +17,16 @@ import numpy as np
 import pytest
 from conftest import ROOT, assert_same, counter, leaves, load_state, read_metrics, tiny, without_times
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 import ppo_cartpole as ppo
+
+
+@pytest.fixture(autouse=True)
+def event_files_sorted_by_age(monkeypatch):
+    # TensorBoard reads a run's files in the order of their names, which end in the second and a count of this
+    # process. Within a second 10 would come before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(1000))
 
 
 class Stop(BaseException):
