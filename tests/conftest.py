@@ -105,6 +105,32 @@ def linear(params, obs):
     return obs @ params["policy"], obs @ params["value"]
 
 
+def random_rollout(config, seed=0, features=3):
+    """(Rollout, next observations) with ends of both kinds and reset rows; obs[..., 0] numbers the rows."""
+    rng = np.random.default_rng(seed)
+    steps, envs = shape = (config.num_steps, config.num_envs)
+    obs = rng.normal(size=(*shape, features)).astype(np.float32)
+    obs[..., 0] = np.arange(steps * envs).reshape(shape)
+    done = rng.random(shape) < 0.3
+    valid = np.ones(shape, bool)
+    for t in range(1, steps):
+        valid[t] = ~done[t - 1]
+        done[t] &= valid[t]
+    log_prob, value, reward = rng.normal(size=(3, *shape)).astype(np.float32)
+    rollout = ppo.Rollout(
+        obs=obs, action=rng.integers(2, size=shape).astype(np.int32), log_prob=-np.abs(log_prob), value=value,
+        reward=reward, terminated=done & (rng.random(shape) < 0.5), done=done, valid=valid,
+    )  # fmt: skip
+    return rollout, rng.normal(size=(envs, features)).astype(np.float32)
+
+
+def initial_state(config, seed=0, features=3):
+    rng = np.random.default_rng(seed)
+    params = {"policy": 0.1 * rng.normal(size=(features, 2)), "value": 0.1 * rng.normal(size=features)}
+    params = jax.tree.map(jnp.float32, params)
+    return ppo.TrainState(params, ppo.make_optimizer(config).init(params), jax.random.key(seed), jnp.int32(0))
+
+
 def idle(params, obs):
     """A policy of two equally likely actions, and a value that is the first number of the observation."""
     return jnp.zeros((len(obs), 2)), jnp.asarray(obs, jnp.float32)[:, 0]

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import flax.linen as nn
 import gymnasium as gym
@@ -12,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, initial_state, linear, random_rollout, tiny
 from flappy_bird_gymnasium import FlappyBirdEnv
 from PIL import Image
 
+import ppo_cartpole
 import ppo_flappy as ppo
 
 
@@ -281,6 +283,22 @@ def test_an_episode_that_max_episode_steps_cuts_is_capped(monkeypatch, params):
     monkeypatch.setattr(ppo, "make_envs", make_envs)
     result = ppo.evaluate(ppo.Config(eval_max_steps=7, max_episode_steps=7), params, episodes=2, seed=1)
     assert (result.lengths.tolist(), result.capped.tolist()) == ([3, 7], [False, True])
+
+
+@pytest.mark.parametrize("part_rows", [8, 4, 1])  # the whole minibatch, two parts, eight
+def test_update_is_that_of_cartpole_in_parts_of_minibatches(part_rows, monkeypatch):
+    monkeypatch.setattr(ppo, "PART_ROWS", part_rows)
+    config = tiny(num_envs=4, learning_rate=0.05, clip_coef=0.15, ent_coef=0.02, reward_scale=0.5)
+    rollout, next_obs = random_rollout(config)
+    rollout = rollout._replace(obs=rollout.obs / 10)
+    found = []
+    for script in (ppo, ppo_cartpole):
+        run = jax.jit(partial(script.update, config, linear, script.make_optimizer(config)))
+        found.append(run(initial_state(config), rollout, next_obs))
+    (state, metrics), (other, other_metrics) = found
+    assert metrics["clip_fraction"] > 0.1 and metrics.keys() == other_metrics.keys()
+    for x, y in zip(jax.tree.leaves((state.params, metrics)), jax.tree.leaves((other.params, other_metrics))):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
 def test_two_updates_end_to_end(tmp_path):

@@ -1,42 +1,14 @@
 """update: which rows, how often, with which rates; against a NumPy Adam and the definition of the advantages."""
 
-from dataclasses import asdict
 from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_same, gae_by_definition, linear, tiny
+from conftest import assert_same, gae_by_definition, initial_state, linear, random_rollout, tiny
 
 import ppo_cartpole as ppo
-import ppo_flappy
-
-
-def random_rollout(config, seed=0, features=3):
-    """(Rollout, next observations) with ends of both kinds and reset rows; obs[..., 0] numbers the rows."""
-    rng = np.random.default_rng(seed)
-    steps, envs = shape = (config.num_steps, config.num_envs)
-    obs = rng.normal(size=(*shape, features)).astype(np.float32)
-    obs[..., 0] = np.arange(steps * envs).reshape(shape)
-    done = rng.random(shape) < 0.3
-    valid = np.ones(shape, bool)
-    for t in range(1, steps):
-        valid[t] = ~done[t - 1]
-        done[t] &= valid[t]
-    log_prob, value, reward = rng.normal(size=(3, *shape)).astype(np.float32)
-    rollout = ppo.Rollout(
-        obs=obs, action=rng.integers(2, size=shape).astype(np.int32), log_prob=-np.abs(log_prob), value=value,
-        reward=reward, terminated=done & (rng.random(shape) < 0.5), done=done, valid=valid,
-    )  # fmt: skip
-    return rollout, rng.normal(size=(envs, features)).astype(np.float32)
-
-
-def initial_state(config, seed=0, features=3):
-    rng = np.random.default_rng(seed)
-    params = {"policy": 0.1 * rng.normal(size=(features, 2)), "value": 0.1 * rng.normal(size=features)}
-    params = jax.tree.map(jnp.float32, params)
-    return ppo.TrainState(params, ppo.make_optimizer(config).init(params), jax.random.key(seed), jnp.int32(0))
 
 
 @cache
@@ -304,20 +276,3 @@ def test_seeds_give_different_parameters_and_keys():
         assert leaf.ndim == 1 or not np.array_equal(leaf, other)  # biases are 0
     assert not np.array_equal(jax.random.key_data(one.key), jax.random.key_data(two.key))
     assert_same(one, start(1))
-
-
-@pytest.mark.parametrize("part_rows", [8, 4, 1])  # the whole minibatch, two parts, eight
-def test_flappy_birds_update_is_the_same_in_parts_of_minibatches(part_rows, monkeypatch):
-    monkeypatch.setattr(ppo_flappy, "PART_ROWS", part_rows)
-    settings = dict(num_envs=4, learning_rate=0.05, clip_coef=0.15, ent_coef=0.02, reward_scale=0.5)
-    config = tiny(**settings)
-    flappy_config = ppo_flappy.Config(**{name: getattr(config, name) for name in asdict(config) if name != "env_id"})
-    rollout, next_obs = random_rollout(config)
-    rollout = rollout._replace(obs=rollout.obs / 10)
-    state, metrics = updater(config)(initial_state(config), rollout, next_obs)
-    flappy_update = partial(ppo_flappy.update, flappy_config, linear, ppo_flappy.make_optimizer(flappy_config))
-    flappy_state, flappy_metrics = jax.jit(flappy_update)(initial_state(config), rollout, next_obs)
-    assert metrics["clip_fraction"] > 0.1 and metrics.keys() == flappy_metrics.keys()
-    pairs = zip(jax.tree.leaves((state.params, metrics)), jax.tree.leaves((flappy_state.params, flappy_metrics)))
-    for x, y in pairs:
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
