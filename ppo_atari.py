@@ -73,7 +73,7 @@ LOSS_COLUMNS = tuple(
     for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance")
 )
 COLUMNS = ("frames", "seconds", *EPISODE_COLUMNS, *CHART_COLUMNS, *LOSS_COLUMNS)  # of metrics.csv
-PART_ROWS = 32  # rows of a minibatch that a CPU takes at once; 16, 64, 128 and all of 256 were slower on two cores
+PART_ROWS = 32  # rows of a minibatch that a CPU takes at once; in trials on two cores faster than 16, 64, 128 or 256
 PACKAGES = ("jax", "flax", "optax", "gymnasium", "ale-py")  # whose versions result.json names
 
 
@@ -429,11 +429,12 @@ def ppo_loss(params, apply_fn, batch, clip_coef, vf_coef, ent_coef):
 
 
 def ppo_gradient(params, apply_fn, batch, *coefficients):
-    """(gradients, metrics) of ppo_loss; on a CPU, taken in parts of PART_ROWS rows, whose activations fit its cache.
+    """(gradients, metrics) of ppo_loss. One CPU device takes them in parts of PART_ROWS rows, if these come out even.
 
-    In each turn ppo_loss sees the whole minibatch, but the network runs on one part. The outputs of all other
-    rows are constants: those of earlier turns, or zeros. So each turn adds the gradient through its own rows,
-    and the last one, with all outputs known, has the metrics.
+    In each turn ppo_loss sees the whole minibatch, but the network runs on one part; the outputs of the other rows
+    are constants, those of earlier turns or zeros. ppo_loss is a sum over rows, in which no row's term depends on
+    the outputs of another, so the turns' gradients add up to that of the whole. The last turn, which knows all
+    outputs, has the metrics.
     """
     num_parts, rest = divmod(len(batch.action), PART_ROWS)
     if jax.default_backend() != "cpu" or jax.device_count() > 1 or num_parts < 2 or rest:
@@ -442,18 +443,17 @@ def ppo_gradient(params, apply_fn, batch, *coefficients):
     def add_part(carry, start):
         total, outputs = carry
 
-        def loss(params):
+        def loss_of_part(params):
             part = apply_fn(params, jax.lax.dynamic_slice_in_dim(batch.obs, start, PART_ROWS))
-            known = [jax.lax.dynamic_update_slice_in_dim(x, y, start, 0) for x, y in zip(outputs, part)]
+            known = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), outputs, part)
             loss, metrics = ppo_loss(params, lambda params, obs: known, batch, *coefficients)
             return loss, (known, metrics)
 
-        grads, (outputs, metrics) = jax.grad(loss, has_aux=True)(params)
-        return (jax.tree.map(jnp.add, total, grads), outputs), metrics
+        grads, (outputs, metrics) = jax.grad(loss_of_part, has_aux=True)(params)
+        return (optax.tree.add(total, grads), outputs), metrics
 
-    outputs = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(apply_fn, params, batch.obs)]
-    starts = PART_ROWS * jnp.arange(num_parts)
-    (grads, _), metrics = jax.lax.scan(add_part, (jax.tree.map(jnp.zeros_like, params), outputs), starts)
+    zeros = jax.tree.map(jnp.zeros_like, (params, jax.eval_shape(apply_fn, params, batch.obs)))
+    (grads, _), metrics = jax.lax.scan(add_part, zeros, PART_ROWS * jnp.arange(num_parts))
     return grads, jax.tree.map(lambda x: x[-1], metrics)
 
 

@@ -531,22 +531,28 @@ def numbered_batch(rows):
     return ppo.Batch(obs, jnp.zeros(rows, int), *jnp.zeros((3, rows)), jnp.ones(rows, bool))
 
 
-def test_network_sees_a_minibatch_in_parts_each_row_once():
-    assert rows_seen_by_the_network(numbered_batch(96)) == [list(range(k, k + 32)) for k in (0, 32, 64)]
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_network_sees_a_minibatch_in_parts_each_row_once(num_parts, monkeypatch):
+    monkeypatch.setattr(ppo, "PART_ROWS", 8)
+    parts = [list(range(8 * k, 8 * (k + 1))) for k in range(num_parts)]
+    assert rows_seen_by_the_network(numbered_batch(8 * num_parts)) == parts
 
 
-@pytest.mark.parametrize("rows", [32, 80])
-def test_a_minibatch_of_no_even_parts_is_taken_whole(rows):
+@pytest.mark.parametrize("rows", [4, 8, 20])
+def test_a_minibatch_of_no_even_parts_is_taken_whole(rows, monkeypatch):
+    monkeypatch.setattr(ppo, "PART_ROWS", 8)
     assert rows_seen_by_the_network(numbered_batch(rows)) == [list(range(rows))]
 
 
 @pytest.mark.parametrize("name, found", [("default_backend", "gpu"), ("device_count", 2)])
 def test_other_devices_take_a_minibatch_whole(name, found, monkeypatch):
+    monkeypatch.setattr(ppo, "PART_ROWS", 8)
     monkeypatch.setattr(jax, name, lambda: found)
-    assert rows_seen_by_the_network(numbered_batch(96)) == [list(range(96))]
+    assert rows_seen_by_the_network(numbered_batch(24)) == [list(range(24))]
 
 
-def test_gradient_in_parts_is_that_of_the_whole_minibatch_for_the_real_network():
+def test_gradient_in_parts_is_that_of_the_whole_minibatch_for_the_real_network(monkeypatch):
+    monkeypatch.setattr(ppo, "PART_ROWS", 32)
     network, rng = ppo.ActorCritic(num_actions=6), np.random.default_rng(0)
     obs = rng.integers(0, 256, (64, 84, 84, 4), dtype=np.uint8)
     params = network.init(jax.random.key(0), obs)

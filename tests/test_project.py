@@ -138,9 +138,11 @@ def test_shared_functions_have_the_same_text_in_all_scripts():
                 assert source == text, f"{name} differs between {other.name} and {script.name}"
 
 
-def test_flappy_birds_update_differs_from_cartpoles_in_the_gradient_alone():
-    cartpole, flappy = (definitions(ROOT / name)["update"] for name in ("ppo_cartpole.py", "ppo_flappy.py"))
-    assert flappy.count("ppo_gradient(") == 1
+def test_updates_on_pixels_use_ppo_gradient_and_flappy_birds_differs_from_cartpoles_in_nothing_else():
+    cartpole, flappy, atari = (
+        definitions(ROOT / f"ppo_{name}.py")["update"] for name in ("cartpole", "flappy", "atari")
+    )
+    assert flappy.count("ppo_gradient(") == atari.count("ppo_gradient(") == 1
     assert flappy.replace("ppo_gradient(", "jax.grad(ppo_loss, has_aux=True)(") == cartpole
 
 
