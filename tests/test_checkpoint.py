@@ -24,8 +24,8 @@ import ppo_cartpole as ppo
 
 @pytest.fixture(autouse=True)
 def event_files_sorted_by_age(monkeypatch):
-    # TensorBoard reads a run's event files in the order of their names, which end in the second and a counter. As
-    # text, 10 sorts before 9; from 1000 on, the number of digits stays the same.
+    # TensorBoard reads a run's files in the order of their names, which end in the second and a count of this
+    # process. Within a second 10 would come before 9.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(1000))
 
 
