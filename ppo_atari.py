@@ -429,12 +429,12 @@ def ppo_loss(params, apply_fn, batch, clip_coef, vf_coef, ent_coef):
 
 
 def ppo_gradient(params, apply_fn, batch, *coefficients):
-    """(gradients, metrics) of ppo_loss. One CPU device takes them in parts of PART_ROWS rows, if these come out even.
+    """jax.grad of ppo_loss, with its arguments: (gradients, shaped like params, and metrics, a dict of scalars).
 
-    In each turn ppo_loss sees the whole minibatch, but the network runs on one part; the outputs of the other rows
-    are constants, those of earlier turns or zeros. ppo_loss is a sum over rows, in which no row's term depends on
-    the outputs of another, so the turns' gradients add up to that of the whole. The last turn, which knows all
-    outputs, has the metrics.
+    One CPU device takes them in parts of PART_ROWS rows, where these come out even. In each turn ppo_loss sees the
+    whole minibatch, but the network runs on one part; the outputs of the other rows are constants, those of earlier
+    turns or zeros. ppo_loss is a sum over rows, in which no row's term depends on the outputs of another, so the
+    turns' gradients add up to that of the whole. The last turn, which knows all outputs, has the metrics.
     """
     num_parts, rest = divmod(len(batch.action), PART_ROWS)
     if jax.default_backend() != "cpu" or jax.device_count() > 1 or num_parts < 2 or rest:

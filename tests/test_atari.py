@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from ale_py.vector_env import AtariVectorEnv
-from conftest import read_metrics
+from conftest import linear, read_metrics
 
 import ppo_atari as ppo
 import ppo_cartpole
@@ -412,11 +412,6 @@ def test_rollout_ends_an_episode_at_truncation_without_termination():
     assert data.done[:, 0].tolist() == [False, True, False] * 2
     assert data.valid[:, 0].tolist() == [True, True, False] * 2
     assert not data.terminated.any()
-
-
-def linear(params, obs):
-    """Policy and value linear in the numbers of the observation."""
-    return obs @ params["policy"], obs @ params["value"]
 
 
 def random_rollout(config, seed):
