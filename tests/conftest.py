@@ -1,11 +1,12 @@
-"""What the tests share: the repository root on sys.path, small environments, small configs and one small run."""
+"""What the tests share: the repository root on sys.path, small environments, small configs and one run per script."""
 # ruff: noqa: E402 (JAX reads the environment when it is imported)
 
 import csv
 import os
 import sys
 import tempfile
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,13 +19,18 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+import flax.linen as nn
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo_cartpole as ppo
+
+SCRIPTS = {name: import_module(f"ppo_{name}") for name in ("cartpole", "flappy", "atari")}
+SCRIPTS = {name: module for name, module in SCRIPTS.items() if hasattr(module, "Categorical")}
 
 
 class Counter(gym.Env):
@@ -52,7 +58,7 @@ class Counter(gym.Env):
 
 
 class Draw(gym.Env):
-    """Observes a number drawn at the start, and notes every seed it gets. One action; 3 steps an episode."""
+    """Observes a number drawn at the start, and notes every seed it gets. 3 steps an episode."""
 
     observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -93,11 +99,25 @@ def counter(*args, **kwargs):
 gym.register("Draw-v0", entry_point=Draw)
 
 
-def tiny(**changes):
-    """A Config that runs in a moment: 6 updates of 2 environments * 4 steps."""
+class SmallNetwork(nn.Module):
+    """Stands in for the network of the scripts that see pictures: a few pixels of the newest one, no hidden layer."""
+
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, obs):
+        x = obs[:, ::12, ::12, -1].reshape(len(obs), -1) / 255.0
+        return nn.Dense(self.num_actions, name="policy")(x), nn.Dense(1, name="value")(x)[:, 0]
+
+
+def tiny(script=ppo, **changes):
+    """A Config that runs in a moment: 6 updates of 2 environments * 4 steps. Its shapes are compiled once."""
     settings = dict(num_envs=2, num_steps=4, num_minibatches=2, update_epochs=2, total_frames=48)
     settings |= dict(checkpoint_every=2, eval_episodes=2, eval_max_steps=20)
-    return ppo.Config(**settings | changes)
+    return script.Config(**settings | changes)
+
+
+FRAMES = [8, 16, 24, 32, 40, 48]  # of tiny's updates
 
 
 def linear(params, obs):
@@ -105,7 +125,7 @@ def linear(params, obs):
     return obs @ params["policy"], obs @ params["value"]
 
 
-def random_rollout(config, seed=0, features=3):
+def random_rollout(script, config, seed=8, features=3):
     """(Rollout, next observations) with ends of both kinds and reset rows; obs[..., 0] numbers the rows."""
     rng = np.random.default_rng(seed)
     steps, envs = shape = (config.num_steps, config.num_envs)
@@ -117,18 +137,26 @@ def random_rollout(config, seed=0, features=3):
         valid[t] = ~done[t - 1]
         done[t] &= valid[t]
     log_prob, value, reward = rng.normal(size=(3, *shape)).astype(np.float32)
-    rollout = ppo.Rollout(
+    rollout = script.Rollout(
         obs=obs, action=rng.integers(2, size=shape).astype(np.int32), log_prob=-np.abs(log_prob), value=value,
         reward=reward, terminated=done & (rng.random(shape) < 0.5), done=done, valid=valid,
     )  # fmt: skip
     return rollout, rng.normal(size=(envs, features)).astype(np.float32)
 
 
-def initial_state(config, seed=0, features=3):
+def initial_state(script, config, seed=0, features=3):
+    """A TrainState for `linear`; one of its parameters has no use."""
     rng = np.random.default_rng(seed)
     params = {"policy": 0.1 * rng.normal(size=(features, 2)), "value": 0.1 * rng.normal(size=features)}
+    params["unused"] = 0.1
     params = jax.tree.map(jnp.float32, params)
-    return ppo.TrainState(params, ppo.make_optimizer(config).init(params), jax.random.key(seed), jnp.int32(0))
+    return script.TrainState(params, script.make_optimizer(config).init(params), jax.random.key(seed), jnp.int32(0))
+
+
+@cache
+def updater(script, config, apply_fn=linear):
+    """update, compiled once for every config."""
+    return jax.jit(partial(script.update, config, apply_fn, script.make_optimizer(config)))
 
 
 def idle(params, obs):
@@ -136,15 +164,20 @@ def idle(params, obs):
     return jnp.zeros((len(obs), 2)), jnp.asarray(obs, jnp.float32)[:, 0]
 
 
-def collect(config, envs, apply_fn=idle, rollouts=1, seed=0, keep=np.array):
-    """Play with ppo.rollout. Returns a list of (Rollout, next obs, episodes); of its arrays, what `keep` makes."""
-    act_fn = jax.jit(partial(ppo.act, apply_fn))
+@cache
+def actor(apply_fn):
+    return jax.jit(partial(ppo.act, apply_fn))
+
+
+def collect(config, envs, apply_fn=idle, rollouts=1, seed=0):
+    """Play with ppo.rollout. Returns a list of (Rollout, next obs, [(return, length) of the ended episodes])."""
     state = ppo.TrainState({}, (), jax.random.key(seed), jnp.int32(0))
-    buffer = ppo.make_buffer(config, envs.observation_space)
     (obs, _), ended, played = envs.reset(seed=seed), np.zeros(config.num_envs, bool), []
     for _ in range(rollouts):
-        state, buffer, data, obs, ended, episodes = ppo.rollout(config, act_fn, envs, state, buffer, obs, ended)
-        played.append((jax.tree.map(keep, data), np.array(obs), episodes))
+        data, state, obs, ended = ppo.rollout(config, actor(apply_fn), envs, state, obs, ended)
+        played.append((data, np.array(obs), list(zip(envs.return_queue, envs.length_queue))))
+        envs.return_queue.clear()
+        envs.length_queue.clear()
     return played
 
 
@@ -171,35 +204,106 @@ def read_metrics(run_dir):
         return list(csv.DictReader(file))
 
 
+def frames_of(run_dir):
+    return [int(row["frames"]) for row in read_metrics(run_dir)]
+
+
 def without_times(rows):
     return [{name: cell for name, cell in row.items() if name not in ("seconds", "charts/SPS")} for row in rows]
 
 
-def load_state(run_dir, config):
-    """The TrainState of the newest checkpoint."""
-    envs = ppo.make_envs(config, config.num_envs)
-    like = ppo.init_state(ppo.make_network(envs), ppo.make_optimizer(config), envs.reset()[0], 0)
-    return ppo.load_checkpoint(Path(run_dir), like)[0]
+def events_of(run_dir):
+    """{tag: [(step, value)]} of the TensorBoard files of a run, as TensorBoard shows them."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def leaves(state):
-    """All numbers of a TrainState, as a list of NumPy arrays."""
-    if isinstance(state, ppo.TrainState):
-        state = state._replace(key=jax.random.key_data(state.key))
-    return [np.array(leaf) for leaf in jax.tree.leaves(state)]
+def load_state(script, run_dir, config):
+    """The TrainState of a run's checkpoint."""
+    envs = script.make_envs(config, 1)
+    network = script.ActorCritic(int(envs.single_action_space.n))
+    start = partial(script.init_state, network, script.make_optimizer(config))
+    return script.load_checkpoint(Path(run_dir), jax.eval_shape(start, envs.observation_space.sample(), 0))[0]
 
 
 def assert_same(state, other):
-    """Bit by bit."""
+    """Bit by bit, keys too."""
     assert jax.tree.structure(state) == jax.tree.structure(other)
-    for leaf, other_leaf in zip(leaves(state), leaves(other)):
+    for leaf, other_leaf in zip(jax.tree.leaves(state), jax.tree.leaves(other)):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf, other_leaf = jax.random.key_data(leaf), jax.random.key_data(other_leaf)
         assert leaf.dtype == other_leaf.dtype
         np.testing.assert_array_equal(leaf, other_leaf)
 
 
-@pytest.fixture(scope="session")
-def cartpole_run(tmp_path_factory):
-    """(config, result) of a finished CartPole run; its directory is config.run_dir. Only to be read."""
-    run_dir = tmp_path_factory.mktemp("runs") / "cartpole"
-    config = tiny(num_envs=4, num_steps=16, total_frames=6 * 64 + 5, seed=3, run_dir=str(run_dir))
-    return config, ppo.train(config)
+class Stop(BaseException):
+    """Stands for a SIGKILL: nothing in the scripts catches it."""
+
+
+def die_in(script, config, name, at, owner=None):
+    """Train until the at-th call of a function has returned, and die there."""
+    owner = owner or script
+    function, calls = getattr(owner, name), []
+
+    def dying(*args, **kwargs):
+        result = function(*args, **kwargs)
+        calls.append(None)
+        if len(calls) == at:
+            raise Stop
+        return result
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(owner, name, dying)
+        script.train(config)
+
+
+@pytest.fixture(params=SCRIPTS)
+def script(request, monkeypatch):
+    """Each of the three scripts in turn. Those that see pictures get a small network, which is quicker to compile."""
+    module = SCRIPTS[request.param]
+    if request.param != "cartpole":
+        monkeypatch.setattr(module, "ActorCritic", SmallNetwork)
+    return module
+
+
+only_cartpole = pytest.mark.parametrize("script", ["cartpole"], indirect=True)
+_finished = {}
+
+
+@pytest.fixture
+def finished(script, tmp_path_factory):
+    """(config, result) of a finished run of the script; its directory is config.run_dir. Only to be read."""
+    if script not in _finished:
+        config = tiny(script, total_frames=53, seed=3, run_dir=tmp_path_factory.mktemp("runs") / script.__name__)
+        _finished[script] = config, script.train(config)
+    return _finished[script]
+
+
+@pytest.fixture
+def command(script, capsys, tmp_path):
+    """command(*args) runs a command line of the script: (exit code, lines on stdout, lines on stderr)."""
+
+    def run(*args):
+        capsys.readouterr()
+        code = script.main([str(arg) for arg in args])
+        streams = capsys.readouterr()
+        return code, streams.out.splitlines(), streams.err.splitlines()
+
+    return run
+
+
+@pytest.fixture
+def refused(command, tmp_path):
+    """refused(*args) runs a command line that has to be refused, touching nothing, and returns its one line."""
+
+    def listing():
+        return {path: path.lstat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
+
+    def run(*args):
+        before = listing()
+        code, _, (line,) = command(*args)
+        assert code == 2 and line.startswith("error: "), line
+        assert listing() == before
+        return line
+
+    return run

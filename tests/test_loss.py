@@ -1,4 +1,4 @@
-"""ppo_loss and the network: against closed forms, a NumPy version, and published faults."""
+"""ppo_loss, the policy and the networks: against closed forms, a NumPy version, and published faults."""
 
 import math
 
@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import linear
+from conftest import SCRIPTS, linear
 
-from ppo_cartpole import ActorCritic, Batch, explained_variance, ppo_loss
+from ppo_cartpole import Batch, Categorical, explained_variance, ppo_loss
 
 
 @pytest.fixture(autouse=True)
@@ -25,25 +25,29 @@ def table(params, obs):
 
 def batch_with(log_ratio, advantage, value=0.0, target=0.0, valid=True):
     """(params, Batch) for `table` with two equally likely actions and these log ratios."""
-    log_ratio = jnp.float32(log_ratio)
+    log_ratio = np.float32(log_ratio)
 
     def full(x, dtype):
-        return jnp.broadcast_to(jnp.asarray(x, dtype), log_ratio.shape)
+        return np.broadcast_to(np.asarray(x, dtype), log_ratio.shape)
 
-    params = {"logits": jnp.zeros((*log_ratio.shape, 2)), "value": full(value, jnp.float32)}
-    log_prob = math.log(0.5) - log_ratio
-    rows = (jnp.zeros_like(log_ratio), full(0, jnp.int32), log_prob, full(advantage, jnp.float32))
-    return params, Batch(*rows, full(target, jnp.float32), full(valid, bool))
+    params = {"logits": np.zeros((*log_ratio.shape, 2), np.float32), "value": full(value, np.float32)}
+    log_prob = np.float32(math.log(0.5)) - log_ratio
+    rows = (np.zeros_like(log_ratio), full(0, np.int32), log_prob, full(advantage, np.float32))
+    return params, Batch(*rows, full(target, np.float32), full(valid, bool))
+
+
+# ((loss, metrics), gradient), compiled once for every shape.
+loss_and_gradient = jax.jit(jax.value_and_grad(ppo_loss, has_aux=True), static_argnums=1)
 
 
 def loss_of(params_and_batch, clip_coef=0.2, vf_coef=0.0, ent_coef=0.0):
     params, batch = params_and_batch
-    return ppo_loss(params, table, batch, clip_coef, vf_coef, ent_coef)
+    return loss_and_gradient(params, table, batch, clip_coef, vf_coef, ent_coef)[0]
 
 
 def gradient_of(params_and_batch, clip_coef=0.2, vf_coef=0.0, ent_coef=0.0):
     params, batch = params_and_batch
-    return jax.grad(ppo_loss, has_aux=True)(params, table, batch, clip_coef, vf_coef, ent_coef)[0]
+    return loss_and_gradient(params, table, batch, clip_coef, vf_coef, ent_coef)[1]
 
 
 def random_batch(seed, rows=24, actions=3, features=4):
@@ -57,7 +61,7 @@ def random_batch(seed, rows=24, actions=3, features=4):
 
 
 def as_float32(tree):
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if x.dtype == np.float64 else jnp.asarray(x), tree)
+    return jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, tree)
 
 
 def numpy_loss_and_gradient(params, batch, clip_coef, vf_coef, ent_coef):
@@ -83,17 +87,11 @@ COEFFICIENTS = [(0.2, 0.5, 0.01), (0.1, 0.0, 0.0), (0.3, 2.0, 0.5)]
 
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
-def test_loss_equals_numpy(coefficients):
-    params, batch = random_batch(0)
-    loss, _ = ppo_loss(as_float32(params), linear, as_float32(batch), *coefficients)
-    assert float(loss) == pytest.approx(numpy_loss_and_gradient(params, batch, *coefficients)[0], rel=1e-4)
-
-
-@pytest.mark.parametrize("coefficients", COEFFICIENTS)
-def test_gradient_equals_numpy(coefficients):
+def test_loss_and_gradient_equal_numpy(coefficients):
     params, batch = random_batch(1)
-    gradient, _ = jax.grad(ppo_loss, has_aux=True)(as_float32(params), linear, as_float32(batch), *coefficients)
-    _, expected = numpy_loss_and_gradient(params, batch, *coefficients)
+    (loss, _), gradient = loss_and_gradient(as_float32(params), linear, as_float32(batch), *coefficients)
+    expected_loss, expected = numpy_loss_and_gradient(params, batch, *coefficients)
+    assert float(loss) == pytest.approx(expected_loss, rel=1e-4)
     for name in expected:
         np.testing.assert_allclose(gradient[name], expected[name], rtol=1e-3, atol=1e-5)
 
@@ -145,6 +143,31 @@ def test_advantages_are_normalised():
 def test_normalised_advantages_have_deviation_1():
     loss, _ = loss_of(batch_with([math.log(1.1), 0.0], [3.0, 7.0]))  # becomes -1 and 1
     assert float(loss) == pytest.approx((1.1 - 1.0) / 2, rel=1e-4)
+
+
+def normalised(advantage, valid):
+    """The advantages that ppo_loss works with: the gradient of row i's logits is -a[i] / (2 * rows) * (1, -1)."""
+    gradient = gradient_of(batch_with(np.zeros(len(advantage)), advantage, valid=valid))
+    return -2 * valid.sum() * np.asarray(gradient["logits"], np.float64)[:, 0]
+
+
+@pytest.mark.parametrize("rows", [2, 768, 1024])
+@pytest.mark.parametrize("masked", [False, True])
+def test_equal_advantages_do_not_push(rows, masked):
+    # The mean of 1,024 times 0.1 is rounded: without care, all that is left is that error, as one deviation.
+    valid = np.arange(rows) % 3 > 0 if masked else np.ones(rows, bool)
+    for size in (0.1, 3.3, -0.7, 1e-20, 1e-9, 1.1e-6, 0.01, 12.3, 777.7, 1.3e5, -3.3e7, 1.7e12, 3e30):
+        advantage = np.where(valid, size, 5.0 * size)
+        assert np.abs(normalised(advantage, valid)).max() < 1e-3, size
+
+
+@pytest.mark.parametrize("scale, offset", [(1.0, 0.0), (0.01, 0.003), (100.0, -30.0), (3e4, 1e4), (1.0, 1.0)])
+def test_ordinary_advantages_are_normalised_exactly(scale, offset):
+    rng = np.random.default_rng(0)
+    advantage, valid = np.float32(offset + scale * rng.normal(size=1024)), rng.random(1024) < 0.8
+    seen = np.float64(advantage)[valid]
+    expected = (seen - seen.mean()) / (seen.std() + 1e-8)
+    np.testing.assert_allclose(normalised(advantage, valid)[valid], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_one_row_has_an_advantage_of_0_not_nan():
@@ -249,7 +272,6 @@ def test_reset_rows_change_nothing(field, value):
     params, batch = as_float32(random_batch(2))
     changed = np.array(getattr(batch, field))
     changed[~batch.valid] = value
-    loss_and_gradient = jax.value_and_grad(ppo_loss, has_aux=True)
     before = loss_and_gradient(params, linear, batch, 0.2, 0.5, 0.01)
     after = loss_and_gradient(params, linear, batch._replace(**{field: jnp.asarray(changed)}), 0.2, 0.5, 0.01)
     jax.tree.map(np.testing.assert_array_equal, before, after)
@@ -257,8 +279,9 @@ def test_reset_rows_change_nothing(field, value):
 
 def test_reset_rows_count_as_if_they_were_not_there():
     params, batch = as_float32(random_batch(3))
-    with_them, metrics = ppo_loss(params, linear, batch, 0.2, 0.5, 0.01)
-    without, other_metrics = ppo_loss(params, linear, jax.tree.map(lambda x: x[batch.valid], batch), 0.2, 0.5, 0.01)
+    (with_them, metrics), _ = loss_and_gradient(params, linear, batch, 0.2, 0.5, 0.01)
+    batch = jax.tree.map(lambda x: np.asarray(x)[batch.valid], batch)
+    (without, other_metrics), _ = loss_and_gradient(params, linear, batch, 0.2, 0.5, 0.01)
     assert float(with_them) == pytest.approx(float(without), rel=1e-4)
     for name in metrics:
         assert float(metrics[name]) == pytest.approx(float(other_metrics[name]), rel=1e-4, abs=1e-6), name
@@ -281,10 +304,9 @@ def test_explained_variance(values, returns, expected):
 
 
 @pytest.mark.parametrize("constant", [0.0, 1.0, 0.1, 33.3])
-def test_explained_variance_of_equal_returns_is_nan(constant):
-    # DLR-RM/stable-baselines3 PR#1942: not inf, and no huge number made of rounding errors.
-    result = explained_variance(jnp.arange(7.0), jnp.full(7, constant), jnp.ones(7, bool))
-    assert math.isnan(result)
+def test_explained_variance_of_equal_returns_is_0(constant):
+    # DLR-RM/stable-baselines3 PR#1942: not inf or NaN, and no huge number made of rounding errors.
+    assert explained_variance(jnp.arange(7.0), jnp.full(7, constant), jnp.ones(7, bool)) == 0.0
 
 
 def test_explained_variance_ignores_reset_rows():
@@ -292,23 +314,38 @@ def test_explained_variance_ignores_reset_rows():
     assert explained_variance(jnp.float32([1, 2, 9, 3]), jnp.float32([1, 2, -9, 3]), valid) == 1.0
 
 
-def test_network_output_shapes():
-    network = ActorCritic(num_actions=3)
-    with jax.numpy_rank_promotion("allow"):  # a Dense layer adds its bias by broadcasting
-        (logits, value), _ = network.init_with_output(jax.random.key(0), jnp.zeros((5, 4)))
-    assert logits.shape == (5, 3)
-    assert value.shape == (5,)
-    assert logits.dtype == value.dtype == jnp.float32
+def test_policy_samples_in_proportion_and_its_mode_is_the_likeliest_action():
+    policy = Categorical(jnp.log(jnp.tile(jnp.float32([0.2, 0.7, 0.1]), (5000, 1))))
+    actions = policy.sample(jax.random.key(0))
+    np.testing.assert_allclose(np.bincount(actions, minlength=3) / 5000, [0.2, 0.7, 0.1], atol=0.03)
+    assert (policy.mode() == 1).all()
+    assert actions.dtype == policy.mode().dtype == jnp.int32
 
 
-def test_initial_weights_are_orthogonal():
+def test_policy_knows_log_probabilities_and_entropy():
+    policy = Categorical(jnp.log(jnp.float32([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]])) + 3.0)
+    np.testing.assert_allclose(policy.log_prob(jnp.int32([2, 1])), np.log([0.25, 0.8]), rtol=1e-5)
+    np.testing.assert_allclose(policy.entropy(), [1.5 * math.log(2), 0.63903], rtol=1e-4)
+
+
+INPUTS = {"cartpole": np.zeros((5, 4)), "flappy": np.zeros((5, 84, 84, 4), np.uint8)}
+INPUTS["atari"] = INPUTS["flappy"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_networks_give_logits_and_values_and_start_orthogonal(name):
     # https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/, detail 2
-    with jax.numpy_rank_promotion("allow"):
-        params = ActorCritic(num_actions=3).init(jax.random.key(0), jnp.zeros((1, 4)))
-    kernels = [np.asarray(x) for x in jax.tree.leaves(params) if x.ndim == 2]
-    assert sorted({kernel.shape[1] for kernel in kernels}) == [1, 3, 64]
-    for kernel in kernels:
-        scale = {1: 1.0, 3: 0.01, 64: math.sqrt(2)}[kernel.shape[1]]  # value, policy, hidden
-        gram = kernel.T @ kernel if kernel.shape[0] >= kernel.shape[1] else kernel @ kernel.T
-        np.testing.assert_allclose(gram, scale**2 * np.eye(len(gram)), atol=1e-4 * scale**2)
-    assert all((np.asarray(x) == 0.0).all() for x in jax.tree.leaves(params) if x.ndim == 1)
+    with jax.numpy_rank_promotion("allow"):  # a Dense layer adds its bias by broadcasting
+        init = jax.jit(SCRIPTS[name].ActorCritic(num_actions=3).init_with_output)
+        (logits, value), params = init(jax.random.key(0), INPUTS[name])
+    assert (logits.shape, value.shape) == ((5, 3), (5,))
+    assert logits.dtype == value.dtype == jnp.float32
+    outputs = []
+    for x in map(np.asarray, jax.tree.leaves(params)):
+        if x.ndim > 1:
+            outputs.append(x.shape[-1])
+            gain = {1: 1.0, 3: 0.01}.get(x.shape[-1], math.sqrt(2))  # value, policy, hidden
+            np.testing.assert_allclose(np.linalg.svd(x.reshape(-1, x.shape[-1]))[1], gain, rtol=1e-4)
+        else:
+            assert not x.any()
+    assert outputs.count(1) == outputs.count(3) == 1
