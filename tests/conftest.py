@@ -53,8 +53,9 @@ class Counter(gym.Env):
         assert self.action_space.contains(action), f"{action!r} is not an action"
         self.count[0] += 1
         over = bool(self.count[0] >= self.length)
-        reward = {"one": 1.0, "action": float(action), "nan": np.nan if over else 1.0}[self.reward]
-        return self.count.copy(), reward, over and self.end == "terminated", over and self.end == "truncated", {}
+        reward = {"action": float(action), "nan": np.nan if over else 1.0}.get(self.reward, 1.0)
+        obs = np.full(1, np.nan, np.float32) if over and self.reward == "nan obs" else self.count.copy()
+        return obs, reward, over and self.end == "terminated", over and self.end == "truncated", {}
 
 
 class Draw(gym.Env):
@@ -90,7 +91,7 @@ class Odd(gym.Env):
 def counter(*args, **kwargs):
     """The id of a registered Counter(*args, **kwargs)."""
     kwargs |= dict(zip(("length", "end"), args))
-    name = "Counter" + "".join(f"-{key}-{value}" for key, value in sorted(kwargs.items())) + "-v0"
+    name = "Counter" + "".join(f"-{key}-{value}" for key, value in sorted(kwargs.items())).replace(" ", "_") + "-v0"
     if name not in gym.registry:
         gym.register(name, entry_point=Counter, kwargs=kwargs)
     return name
@@ -100,13 +101,13 @@ gym.register("Draw-v0", entry_point=Draw)
 
 
 class SmallNetwork(nn.Module):
-    """Stands in for the network of the scripts that see pictures: a few pixels of the newest one, no hidden layer."""
+    """Stands in for the networks of the scripts: of pictures it sees a few pixels of the newest; no hidden layer."""
 
     num_actions: int
 
     @nn.compact
     def __call__(self, obs):
-        x = obs[:, ::12, ::12, -1].reshape(len(obs), -1) / 255.0
+        x = obs[:, ::12, ::12, -1].reshape(len(obs), -1) / 255.0 if obs.ndim == 4 else obs.astype(jnp.float32)
         return nn.Dense(self.num_actions, name="policy")(x), nn.Dense(1, name="value")(x)[:, 0]
 
 
@@ -125,7 +126,7 @@ def linear(params, obs):
     return obs @ params["policy"], obs @ params["value"]
 
 
-def random_rollout(script, config, seed=8, features=3):
+def random_rollout(script, config, seed=7, features=3):
     """(Rollout, next observations) with ends of both kinds and reset rows; obs[..., 0] numbers the rows."""
     rng = np.random.default_rng(seed)
     steps, envs = shape = (config.num_steps, config.num_envs)

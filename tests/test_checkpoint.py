@@ -1,9 +1,11 @@
-"""Checkpoints and --resume: bit-equal states, whole curves, damaged files, Ctrl-C and SIGKILL."""
+"""The checkpoint and --resume: bit-equal states, whole curves, damaged files, full disks, Ctrl-C and SIGKILL."""
 
 import ast
+import errno
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,210 +17,188 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, assert_same, counter, leaves, load_state, read_metrics, tiny, without_times
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer import event_file_writer
+from conftest import (
+    FRAMES,
+    ROOT,
+    Stop,
+    assert_same,
+    counter,
+    die_in,
+    events_of,
+    frames_of,
+    load_state,
+    only_cartpole,
+    read_metrics,
+    tiny,
+    without_times,
+)
 
 import ppo_cartpole as ppo
 
 
-@pytest.fixture(autouse=True)
-def event_files_sorted_by_age(monkeypatch):
-    # TensorBoard reads a run's files in the order of their names, which end in the second and a count of this
-    # process. Within a second 10 would come before 9.
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(1000))
-
-
-class Stop(BaseException):
-    """Stands for a SIGKILL: nothing in the script catches it."""
-
-
 @pytest.fixture
-def stopped(tmp_path, monkeypatch):
-    """stopped(config, method, owner, at) trains until the at-th call of a function has returned, then dies there."""
-
-    def run(config, name, at, owner=ppo):
-        function, calls = getattr(owner, name), []
-
-        def dying(*args, **kwargs):
-            result = function(*args, **kwargs)
-            calls.append(None)
-            if len(calls) == at:
-                raise Stop
-            return result
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, dying)
-            with pytest.raises(Stop):
-                ppo.train(config)
-
-    return run
-
-
-@pytest.fixture
-def run_copy(cartpole_run, tmp_path):
+def run_copy(script, finished, tmp_path):
     """(config, directory) of a copy of the finished run, without its result.json: one that died at its very end."""
     run_dir = tmp_path / "copy"
-    shutil.copytree(cartpole_run[0].run_dir, run_dir)
+    shutil.copytree(finished[0].run_dir, run_dir)
     (run_dir / "result.json").unlink()
-    return cartpole_run[0], run_dir
+    return finished[0], run_dir
 
 
-def resume(run_dir):
-    return ppo.main(["--resume", str(run_dir)])
-
-
-def checkpoints(run_dir):
-    return sorted(Path(run_dir, "checkpoints").iterdir())
-
-
-def frames_of(run_dir):
-    return [int(row["frames"]) for row in read_metrics(run_dir)]
-
-
-def events_of(run_dir):
-    """{tag: {step: value}} of the TensorBoard files of a run."""
-    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
-
-
-def train_state(config, obs_size=4, actions=2, seed=0):
-    network = ppo.ActorCritic(actions)
-    state = ppo.init_state(network, ppo.make_optimizer(config), np.zeros((1, obs_size), np.float32), seed)
+def train_state(script, config, actions=2, seed=0):
+    obs = np.zeros((1, 4) if script is ppo else (1, 84, 84, 4), np.float32)
+    state = script.init_state(script.ActorCritic(actions), script.make_optimizer(config), obs, seed)
     return state._replace(update=jnp.int32(seed))
 
 
-def test_a_state_survives_its_file(tmp_path):
+def test_a_state_survives_its_file(script, tmp_path):
     # Denys88/rl_games#173: moments and counters of the optimizer too. google/flax#1550: types as they were.
-    config = tiny()
-    state = train_state(config, seed=7)
-    optimizer = ppo.make_optimizer(config)
+    config = tiny(script)
+    state, optimizer = train_state(script, config, seed=7), script.make_optimizer(config)
     _, opt_state = optimizer.update(state.params, state.opt_state, state.params)
     state = state._replace(opt_state=opt_state)
-    ppo.save_checkpoint(tmp_path, state, 12.5)
-    loaded, seconds = ppo.load_checkpoint(tmp_path, train_state(config))
+    script.save_checkpoint(tmp_path, state, 12.5)
+    loaded, seconds = script.load_checkpoint(tmp_path, train_state(script, config))
     assert_same(loaded, state)
     assert seconds == 12.5
     assert jax.random.uniform(loaded.key) == jax.random.uniform(state.key)
     optimizer.update(loaded.params, loaded.opt_state, loaded.params)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.msgpack"]
 
 
-def test_the_two_newest_checkpoints_are_kept(tmp_path):
-    for number in (2, 4, 6, 8):
-        ppo.save_checkpoint(tmp_path, train_state(tiny(), seed=number), 0.0)
-    assert [path.name for path in checkpoints(tmp_path)] == ["00000006.msgpack", "00000008.msgpack"]
-
-
-@pytest.mark.parametrize("length", [5, 100])
-def test_a_write_cut_in_two_leaves_the_old_file(tmp_path, monkeypatch, length):
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_write_cut_in_two_leaves_the_old_file(tmp_path, monkeypatch, function):
     # Lightning-AI/pytorch-lightning#688
+    def stop(*args):
+        raise Stop
+
     path = tmp_path / "file"
     ppo.write_atomically(path, b"old content")
-    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(Stop))
-    with pytest.raises(Stop):
-        ppo.write_atomically(path, b"x" * length)
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(os, function, stop)
+        ppo.write_atomically(path, b"x" * 100)
     assert path.read_bytes() == b"old content"
+    assert list(tmp_path.iterdir()) == [path]
+    (tmp_path / "file.tmp").write_bytes(b"half of what a SIGKILL left behind, and longer than what comes")
+    ppo.write_atomically(path, b"new content")
+    assert path.read_bytes() == b"new content" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_resumed_run_starts_from_the_saved_state(tmp_path, monkeypatch, stopped):
-    config, saved, started = tiny(run_dir=str(tmp_path / "run")), [], []
-    save, record = ppo.save_checkpoint, ppo.rollout
+def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(("fsync", os.fstat(fd).st_size)), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append(("replace", 0)), replace(*paths)))
+    ppo.write_atomically(tmp_path / "file", b"x" * 100_000)
+    assert calls == [("fsync", 100_000), ("replace", 0)]
+
+
+def test_a_resumed_run_starts_from_the_saved_state(script, tmp_path, monkeypatch):
+    config, saved, started = tiny(script, run_dir=tmp_path / "run"), [], []
+    save, play = script.save_checkpoint, script.rollout
+
+    def copy(state):
+        return jax.tree.map(np.array, state._replace(key=jax.random.key_data(state.key)))
 
     def note_save(run_dir, state, seconds):
-        saved.append(jax.tree.map(np.array, state._replace(key=jax.random.key_data(state.key))))
+        saved.append(copy(state))
         save(run_dir, state, seconds)
 
     def note_start(config, act_fn, envs, state, *rest):
-        started.append(jax.tree.map(np.array, state._replace(key=jax.random.key_data(state.key))))
-        return record(config, act_fn, envs, state, *rest)
+        started.append(copy(state))
+        return play(config, act_fn, envs, state, *rest)
 
-    monkeypatch.setattr(ppo, "save_checkpoint", note_save)
-    stopped(config, "save_checkpoint", at=2)
-    monkeypatch.setattr(ppo, "rollout", note_start)
-    assert resume(config.run_dir) == 0
+    monkeypatch.setattr(script, "save_checkpoint", note_save)
+    die_in(script, config, "save_checkpoint", at=2)
+    monkeypatch.setattr(script, "rollout", note_start)
+    assert script.main(["--resume", config.run_dir]) == 0
     jax.tree.map(np.testing.assert_array_equal, saved[1], started[0])
     assert int(started[0].update) == 4
     assert len(started) == 2  # updates 5 and 6
 
 
-def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path, stopped):
+def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path):
     # hill-a/stable-baselines#301. A rollout is one whole episode here, so a new episode changes nothing.
-    config = tiny(env_id=counter(3), run_dir=str(tmp_path / "whole"))
+    config = tiny(env_id=counter(3), run_dir=tmp_path / "whole")
     ppo.train(config)
-    parts = tiny(env_id=counter(3), run_dir=str(tmp_path / "parts"))
-    stopped(parts, "save_checkpoint", at=1)
-    assert resume(parts.run_dir) == 0
-    assert_same(load_state(parts.run_dir, config), load_state(config.run_dir, config))
+    parts = tiny(env_id=counter(3), run_dir=tmp_path / "parts")
+    die_in(ppo, parts, "save_checkpoint", at=1)
+    assert ppo.main(["--resume", parts.run_dir]) == 0
+    assert_same(load_state(ppo, parts.run_dir, config), load_state(ppo, config.run_dir, config))
     assert without_times(read_metrics(parts.run_dir)) == without_times(read_metrics(config.run_dir))
 
 
-@pytest.mark.parametrize("name, at, owner, kept", [
-    ("save_checkpoint", 1, ppo, 2),  # just after a checkpoint
-    ("record", 3, ppo.Recorder, 2),  # after the row of update 3, which no checkpoint has
-    ("record", 4, ppo.Recorder, 2),  # after the row of update 4, just before its checkpoint
-    ("rollout", 5, ppo, 4),
+@pytest.mark.parametrize("name, at, kept", [
+    ("rollout", 2, 0),  # before the first checkpoint: the run starts again
+    ("save_checkpoint", 1, 2),  # just after a checkpoint
+    ("record", 3, 2),  # after the row of update 3, which no checkpoint has
+    ("record", 4, 2),  # after the row of update 4, just before its checkpoint
+    ("record", 6, 4),  # after the last row, just before its checkpoint
 ])  # fmt: skip
-def test_the_curve_has_no_gap_and_no_repeat(tmp_path, stopped, name, at, owner, kept):
+def test_the_curve_has_no_gap_and_no_repeat(script, tmp_path, name, at, kept):
     # DLR-RM/stable-baselines3#433
-    config = tiny(run_dir=str(tmp_path / "run"))
-    stopped(config, name, at, owner)
+    config = tiny(script, learning_rate=0.5, run_dir=tmp_path / "run")
+    die_in(script, config, name, at, owner=script.Recorder if name == "record" else None)
     before = read_metrics(config.run_dir)[:kept]
-    assert resume(config.run_dir) == 0
-    assert frames_of(config.run_dir) == [8, 16, 24, 32, 40, 48]
-    assert read_metrics(config.run_dir)[:kept] == before
-    seconds = [float(row["seconds"]) for row in read_metrics(config.run_dir)]
+    assert script.main(["--resume", config.run_dir]) == 0
+    rows = read_metrics(config.run_dir)
+    assert frames_of(config.run_dir) == FRAMES
+    assert rows[:kept] == before
+    seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds)
-    for steps in events_of(config.run_dir)["charts/learning_rate"], events_of(config.run_dir)["losses/entropy"]:
-        assert list(steps) == [8, 16, 24, 32, 40, 48]
+    rates = [float(row["charts/learning_rate"]) for row in rows]  # the schedule goes on
+    np.testing.assert_allclose(rates, 0.5 * (1 - np.arange(6) / 6), rtol=1e-4)
 
 
-def test_the_schedules_go_on(tmp_path, stopped):
-    config = tiny(learning_rate=1.0, run_dir=str(tmp_path / "run"))
-    stopped(config, "save_checkpoint", at=1)
-    resume(config.run_dir)
-    rates = [float(row["charts/learning_rate"]) for row in read_metrics(config.run_dir)]
-    np.testing.assert_allclose(rates, 1 - np.arange(6) / 6, rtol=1e-4)
+@pytest.mark.parametrize("at", [3, 4, 5, 6])
+def test_tensorboard_shows_a_resumed_run_without_repeats_as_metrics_csv_does(script, tmp_path, at):
+    # Killed after row `at`; the checkpoint is from row 2. What of the first attempt came after it is gone.
+    config = tiny(script, checkpoint_every=2, run_dir=tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        save, saved = script.save_checkpoint, []
+        patch.setattr(script, "save_checkpoint", lambda *args: saved.append(saved or save(*args)))
+        die_in(script, config, "record", at, owner=script.Recorder)
+    assert script.main(["--resume", config.run_dir]) == 0
+    rows, events = read_metrics(config.run_dir), events_of(config.run_dir)
+    for tag in ("losses/entropy", "charts/SPS", "charts/episodic_return"):
+        steps = [int(row["frames"]) for row in rows if row[tag]]
+        assert [step for step, _ in events.get(tag, [])] == steps, tag
 
 
+@only_cartpole
 def test_half_a_row_is_dropped(run_copy):
     config, run_dir = run_copy
     with open(run_dir / "metrics.csv", "a") as file:
         file.write("38")
-    assert resume(run_dir) == 0
+    assert ppo.main(["--resume", str(run_dir)]) == 0
     assert without_times(read_metrics(run_dir)) == without_times(read_metrics(config.run_dir))
 
 
-def test_a_run_that_died_before_its_first_checkpoint_starts_again(tmp_path, stopped):
-    config = tiny(run_dir=str(tmp_path / "run"))
-    stopped(config, "rollout", at=2)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    assert resume(config.run_dir) == 0
-    assert frames_of(config.run_dir) == [8, 16, 24, 32, 40, 48]
-
-
-def test_a_run_that_died_in_its_evaluation_is_completed(run_copy):
+def test_a_run_that_died_in_its_evaluation_is_completed_wherever_it_is_moved(script, run_copy, monkeypatch):
+    # apax-hub/apax#465: relative paths are fine too.
     config, run_dir = run_copy
-    before = leaves(load_state(run_dir, config))
-    assert resume(run_dir) == 0
+    before = (run_dir / "checkpoint.msgpack").read_bytes()
+    monkeypatch.chdir(run_dir.parent)
+    assert script.main(["--resume", "copy"]) == 0
     result, original = (json.loads(Path(folder, "result.json").read_text()) for folder in (run_dir, config.run_dir))
     assert result["eval_return_mean"] == original["eval_return_mean"]
     assert result["frames"] == original["frames"]
-    for leaf, other in zip(before, leaves(load_state(run_dir, config))):
-        np.testing.assert_array_equal(leaf, other)
+    assert (run_dir / "checkpoint.msgpack").read_bytes() == before
+    assert frames_of(run_dir) == FRAMES
 
 
-def test_a_finished_run_says_so_and_stays_as_it_is(cartpole_run, capsys):
-    config, result = cartpole_run
+def test_a_finished_run_says_so_and_stays_as_it_is(finished, command):
+    config, result = finished
     files = {path: path.stat().st_mtime_ns for path in Path(config.run_dir).rglob("*")}
-    assert resume(config.run_dir) == 0
-    assert "finished" in capsys.readouterr().out
+    code, lines, errors = command("--resume", config.run_dir)
+    assert (code, errors) == (0, [])
+    assert "finished" in lines[-1]
     assert {path: path.stat().st_mtime_ns for path in Path(config.run_dir).rglob("*")} == files
 
 
-def test_a_resumed_run_gets_other_episodes(tmp_path, stopped):
-    config = tiny(env_id="Draw-v0", run_dir=str(tmp_path / "run"))
-    stopped(config, "save_checkpoint", at=1)
-    resume(config.run_dir)
+def test_a_resumed_run_gets_other_episodes(tmp_path):
+    config = tiny(env_id="Draw-v0", run_dir=tmp_path / "run")
+    die_in(ppo, config, "save_checkpoint", at=1)
+    assert ppo.main(["--resume", config.run_dir]) == 0
     returns = [row["charts/episodic_return"] for row in read_metrics(config.run_dir)]
     assert len(set(returns)) == len(returns)
 
@@ -231,109 +211,69 @@ def damage(path, how):
 
 
 @pytest.mark.parametrize("how", ["empty", "short", "half", "flipped"])
-def test_a_damaged_newest_checkpoint_is_passed_over(run_copy, capsys, how):
-    config, run_dir = run_copy
-    older, newest = checkpoints(run_dir)
-    damage(newest, how)
-    assert int(load_state(run_dir, config).update) == int(older.stem)
-    assert newest.name in capsys.readouterr().err
-
-
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(run_copy):
-    config, run_dir = run_copy
-    damage(checkpoints(run_dir)[-1], "half")
-    assert resume(run_dir) == 0
-    assert frames_of(run_dir) == frames_of(config.run_dir)
-    assert read_metrics(run_dir)[:4] == read_metrics(config.run_dir)[:4]
-
-
-@pytest.mark.parametrize("option", ["--resume", "--evaluate"])
-def test_only_damaged_checkpoints_are_refused_in_one_line(run_copy, tmp_path, capsys, option):
-    config, run_dir = run_copy
-    for path in checkpoints(run_dir):
-        damage(path, "half")
-    target = [] if option == "--resume" else ["--run-dir", str(tmp_path / "new")]
-    assert ppo.main([option, str(run_dir), *target]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(run_dir) in line
-    assert not (tmp_path / "new").exists()
-    assert frames_of(run_dir) == frames_of(config.run_dir)
-
-
-@pytest.mark.parametrize("sizes", [dict(actions=3), dict(obs_size=6)])
-def test_a_checkpoint_of_other_shapes_is_refused_in_one_line(run_copy, capsys, sizes):
-    config, run_dir = run_copy
-    ppo.save_checkpoint(run_dir, train_state(config, **sizes, seed=7), 0.0)
-    assert resume(run_dir) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "00000007.msgpack" in line
-
-
-def test_a_checkpoint_of_other_layers_is_refused_in_one_line(run_copy, capsys):
-    config, run_dir = run_copy
-    state = train_state(config, seed=7)
-    layers = {**state.params["params"]}
-    layers["another"] = layers.pop(next(iter(layers)))
-    ppo.save_checkpoint(run_dir, state._replace(params={"params": layers}), 0.0)
-    assert resume(run_dir) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "00000007.msgpack" in line
-
-
-def test_a_run_may_be_moved(run_copy, tmp_path, monkeypatch):
-    # apax-hub/apax#465: relative paths are fine too.
+def test_a_damaged_checkpoint_is_refused_in_one_line(script, refused, run_copy, how):
     _, run_dir = run_copy
-    monkeypatch.chdir(tmp_path)
-    checkpoints(run_dir)[-1].unlink()
-    assert resume("copy") == 0
-    assert (run_dir / "result.json").exists()
+    damage(run_dir / "checkpoint.msgpack", how)
+    for option in ("--resume", "--evaluate"):
+        line = refused(option, run_dir)
+        assert str(run_dir / "checkpoint.msgpack") in line and "damaged" in line
 
 
-def test_a_run_killed_while_it_wrote_its_first_checkpoint_begins_again(tmp_path, stopped):
-    config = tiny(run_dir=str(tmp_path / "run"))
-    stopped(config, "record", 1, ppo.Recorder)
-    (tmp_path / "run" / "checkpoints").mkdir()
-    (tmp_path / "run" / "checkpoints" / "00000002.msgpack.tmp").write_bytes(b"half")
-    assert resume(config.run_dir) == 0
-    assert frames_of(config.run_dir) == [8, 16, 24, 32, 40, 48]
+@pytest.mark.parametrize("change", ["shape", "layer", "optimizer"])
+def test_a_checkpoint_of_another_network_or_optimizer_is_refused_in_one_line(script, refused, run_copy, change):
+    config, run_dir = run_copy
+    state = load_state(script, run_dir, config)
+    if change == "shape":
+        state = train_state(script, config, actions=9)
+    elif change == "layer":
+        layers = {**state.params["params"]}
+        layers["another"] = layers.pop(next(iter(layers)))
+        state = state._replace(params={"params": layers})
+    else:
+        state = state._replace(opt_state=(state.opt_state, ()))
+    script.save_checkpoint(run_dir, state, 0.0)
+    assert str(run_dir / "checkpoint.msgpack") in refused("--resume", run_dir)
 
 
-def test_an_interrupt_in_the_last_update_leaves_the_evaluation_to_resume(tmp_path, monkeypatch):
-    config, rollout = tiny(run_dir=str(tmp_path / "run")), ppo.rollout
-
-    def interrupted(config, act_fn, envs, state, *rest):
-        if int(state.update) == 5:
-            signal.raise_signal(signal.SIGTERM)
-        return rollout(config, act_fn, envs, state, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ppo, "rollout", interrupted)
-        patch.setattr(ppo, "parse_args", lambda args: config)
-        assert ppo.main() == 130
-    assert frames_of(config.run_dir)[-1] == 48 and not (tmp_path / "run" / "result.json").exists()
-    assert resume(config.run_dir) == 0
-    assert (tmp_path / "run" / "result.json").exists()
+def run_with(command, script, monkeypatch, config):
+    """The (exit code, stdout, stderr) of main with this Config."""
+    monkeypatch.setattr(script, "parse_args", lambda args: config)
+    return command()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_finishes_the_update_saves_and_exits_with_130(tmp_path, monkeypatch, capsys, number):
-    config, handler = tiny(checkpoint_every=100, run_dir=str(tmp_path / "run")), signal.getsignal(number)
-    original, rollouts = ppo.rollout, []
+def test_a_full_disk_is_said_in_one_line_and_leaves_the_last_checkpoint_good(script, command, tmp_path, monkeypatch):
+    # The second checkpoint finds no room, like any file of more than 1,000 bytes from then on.
+    config, save = tiny(script, run_dir=tmp_path / "run"), script.save_checkpoint
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def interrupted(*args):
-        rollouts.append(None)
-        if len(rollouts) == 3:
-            signal.raise_signal(number)
-        return original(*args)
+    def save_in_a_small_room(run_dir, state, seconds):
+        size = 1000 if int(state.update) == 4 else limits[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            save(run_dir, state, seconds)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    monkeypatch.setattr(ppo, "rollout", interrupted)
-    monkeypatch.setattr(ppo, "parse_args", lambda args: config)
-    assert ppo.main() == 130
-    assert f"--resume {config.run_dir}" in capsys.readouterr().err
-    assert frames_of(config.run_dir) == [8, 16, 24]
-    assert int(load_state(config.run_dir, config).update) == 3
-    assert not (tmp_path / "run" / "result.json").exists()
-    assert signal.getsignal(number) is handler
+    monkeypatch.setattr(script, "save_checkpoint", save_in_a_small_room)
+    code, _, (line,) = run_with(command, script, monkeypatch, config)
+    assert code == 1
+    assert os.strerror(errno.EFBIG) in line and "checkpoint.msgpack" in line and f"--resume {config.run_dir}" in line
+    assert int(load_state(script, config.run_dir, config).update) == 2
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_a_directory_that_goes_away_is_said_in_one_line(script, command, tmp_path, monkeypatch):
+    config, save = tiny(script, run_dir=tmp_path / "run"), script.save_checkpoint
+
+    def save_after_rm(run_dir, state, seconds):
+        if int(state.update) == 4:
+            shutil.rmtree(run_dir)
+        save(run_dir, state, seconds)
+
+    monkeypatch.setattr(script, "save_checkpoint", save_after_rm)
+    code, _, (line,) = run_with(command, script, monkeypatch, config)
+    assert code == 1 and str(tmp_path / "run") in line and "No such file" in line
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_file_is_read_with_pickle():
@@ -363,7 +303,7 @@ def stop_after(process, run_dir, rows, delay, number):
     """Send a signal `delay` seconds after metrics.csv has reached `rows` rows; returns the exit code and stderr."""
     try:
         while process.poll() is None and rows_written(run_dir) < rows:
-            time.sleep(0.002)
+            time.sleep(0.01)
         time.sleep(delay)
         process.send_signal(number)
         _, error = process.communicate(timeout=120)
@@ -373,42 +313,41 @@ def stop_after(process, run_dir, rows, delay, number):
 
 
 def check_files(run_dir, config):
-    """Every file of a run is readable; returns the update of the newest checkpoint."""
+    """Every file of a run is readable; returns the update of the checkpoint."""
     lines = (run_dir / "metrics.csv").read_text().splitlines(keepends=True)
     whole = [line.split(",") for line in lines if line.endswith("\n")]
-    assert all(len(cells) == len(ppo.COLUMNS) for cells in whole)
+    assert len({len(cells) for cells in whole}) == 1
     assert [int(cells[0]) for cells in whole[1:]] == [8 * (n + 1) for n in range(len(whole) - 1)]
     assert ppo.load_config(run_dir).num_envs == 2
-    steps = list(events_of(run_dir)["charts/SPS"])
-    assert steps == sorted(set(steps))
-    assert len(steps) >= len(whole) - 2
-    update = int(load_state(run_dir, config).update)
-    assert update <= len(whole) - 1
+    # A SIGKILL loses at most the point of a row just written, and one cut in two is no obstacle.
+    steps = [step for step, _ in events_of(run_dir)["losses/entropy"]]
+    assert steps == [8 * (n + 1) for n in range(len(steps))]
+    assert len(whole) - 2 <= len(steps) <= len(whole) - 1
+    update = int(load_state(ppo, run_dir, config).update)
+    assert len(whole) - 1 - 3 <= update <= len(whole) - 1  # a checkpoint every 3 updates
     return update
 
 
 def kill_and_resume(run_dir, kills, seed):
-    """Kill a run `kills` times at random moments and once by Ctrl-C, resume after each, and finish it."""
+    """Kill a run `kills` times at random moments and once by SIGTERM, resume after each, and finish it."""
     rng, updates = random.Random(seed), 40 * (kills + 2)
     config = tiny(total_frames=8 * updates)
     started_with = f"--total-frames {8 * updates} --checkpoint-every 3 --run-dir {run_dir} {SETTINGS}".split()
     process, rows = started(*started_with), 0
-    for number in [signal.SIGKILL] * kills + [signal.SIGINT]:
+    for number in [signal.SIGKILL] * kills + [signal.SIGTERM]:
         code, error = stop_after(process, run_dir, rows + rng.randint(4, 20), rng.random() * 0.02, number)
         assert code == (-signal.SIGKILL if number == signal.SIGKILL else 130), error
-        assert "Traceback" not in error
-        rows = rows_written(run_dir)
-        update = check_files(run_dir, config)
-        assert update > rows - 2 * 3 if number == signal.SIGKILL else update == rows
+        if number == signal.SIGTERM:
+            assert f"--resume {run_dir}" in error and error.count("\n") == 1
+        rows = check_files(run_dir, config)
         process = started("--resume", str(run_dir))
-        rows = update
     _, error = process.communicate(timeout=120)
     assert (process.returncode, error) == (0, "")
     assert check_files(run_dir, config) == updates == rows_written(run_dir)
     assert (run_dir / "result.json").exists()
 
 
-def test_killed_and_interrupted_runs_are_resumed(tmp_path):
+def test_killed_and_terminated_runs_are_resumed(tmp_path):
     kill_and_resume(tmp_path / "run", kills=1, seed=0)
 
 

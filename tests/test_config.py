@@ -1,14 +1,16 @@
-"""The command line: what is refused, in one line that names the flag, and what is taken."""
+"""Config and the command line: what is refused, in one line that names the flag, and what is taken."""
 
 import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import gymnasium as gym
+import jax
 import numpy as np
 import pytest
-from conftest import ROOT, Odd, tiny
+from conftest import ROOT, Odd, only_cartpole, tiny
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 
 import ppo_cartpole as ppo
@@ -31,77 +33,101 @@ def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def refused(capsys, tmp_path):
-    """refused(*args) runs a command line that has to fail, and returns its one line on stderr."""
+@pytest.mark.parametrize("name, value", [
+    ("total_frames", 0), ("total_frames", -5), ("total_frames", 1.5), ("num_envs", 0), ("num_envs", -1),
+    ("num_steps", 0), ("num_minibatches", 0), ("num_minibatches", -2), ("update_epochs", 0), ("checkpoint_every", 0),
+    ("eval_episodes", 0), ("eval_max_steps", 0), ("learning_rate", -0.001), ("learning_rate", 0),
+    ("learning_rate", float("nan")), ("learning_rate", float("inf")), ("learning_rate", "fast"), ("gamma", 1.01),
+    ("gamma", -0.1), ("gae_lambda", 2), ("gae_lambda", float("nan")), ("gae_lambda", -0.5), ("clip_coef", 0),
+    ("clip_coef", -0.2), ("vf_coef", -1), ("ent_coef", -0.01), ("ent_coef", float("inf")), ("max_grad_norm", 0),
+    ("reward_scale", 0), ("seed", -1), ("seed", 2**32), ("seed", 2.5), ("seed", None), ("anneal", 1), ("env_id", 3),
+    ("run_dir", 3), ("gamma", True),
+])  # fmt: skip
+def test_values_out_of_range_or_of_another_kind_are_refused(script, name, value):
+    # jax-ml/jax#4745: a seed beyond 32 bits would silently be another one.
+    with pytest.raises(script.UsageError, match="--" + name.replace("_", "-")) as error:
+        script.Config(**{name: value})
+    assert "<class" not in str(error.value)  # in words that a person would use
 
-    def run(*args):
-        before = sorted(tmp_path.rglob("*"))
-        assert ppo.main(list(args)) == 2
-        assert sorted(tmp_path.rglob("*")) == before  # no run directory is left behind
-        (line,) = capsys.readouterr().err.splitlines()
-        return line
 
-    return run
+def test_values_that_importers_have_at_hand_are_taken_for_what_they_are(script, tmp_path):
+    config = script.Config(
+        run_dir=Path("runs/a"), seed=np.int64(3), learning_rate=np.float32(1e-3), total_frames=np.float64(1e7),
+        gamma=1, anneal=np.bool_(False), num_envs=np.uint8(4),
+    )  # fmt: skip
+    found = (config.run_dir, config.seed, config.learning_rate, config.total_frames, config.gamma, config.anneal)
+    assert found == ("runs/a", 3, float(np.float32(1e-3)), 10_000_000, 1.0, False)
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    assert script.load_config(tmp_path) == config
 
 
 @pytest.mark.parametrize("flag, value", [
-    ("--total-frames", "0"), ("--total-frames", "-5"), ("--num-envs", "0"), ("--num-envs", "-1"),
-    ("--num-steps", "0"), ("--num-minibatches", "0"), ("--num-minibatches", "-2"), ("--update-epochs", "0"),
-    ("--checkpoint-every", "0"),
-    ("--eval-episodes", "0"), ("--eval-max-steps", "0"), ("--learning-rate", "-0.001"), ("--learning-rate", "0"),
-    ("--learning-rate", "nan"), ("--learning-rate", "inf"), ("--gamma", "1.01"), ("--gamma", "-0.1"),
-    ("--gae-lambda", "2"), ("--gae-lambda", "nan"), ("--clip-coef", "0"), ("--clip-coef", "-0.2"),
-    ("--vf-coef", "-1"), ("--ent-coef", "-0.01"), ("--ent-coef", "inf"), ("--max-grad-norm", "0"),
-    ("--reward-scale", "0"), ("--seed", "-1"), ("--seed", "4294967296"),
+    ("--total-frames", "0"), ("--total-frames", "1.5"), ("--total-frames", "1e7.5"), ("--total-frames", "many"),
+    ("--total-frames", "nan"), ("--seed", "-1"), ("--seed", "4294967296"), ("--learning-rate", "0"),
+    ("--learning-rate", "nan"), ("--num-envs", "1e400"),
 ])  # fmt: skip
-def test_numbers_out_of_range_are_refused(refused, flag, value):
-    # jax-ml/jax#4745: a seed beyond 32 bits would silently be another one.
+def test_bad_flags_are_refused_in_one_line(script, refused, flag, value):
     assert flag in refused(flag, value)
 
 
-def test_rows_that_do_not_divide_are_refused_with_both_numbers(refused):
+def test_whole_numbers_may_be_written_as_people_type_them(script):
+    assert script.parse_args(["--total-frames", "1e7"]).total_frames == 10_000_000
+    assert script.parse_args(["--total-frames", "1E6", "--seed", "7"]).total_frames == 1_000_000
+    assert type(script.parse_args(["--total-frames", "1e7"]).total_frames) is int
+
+
+def test_rows_that_do_not_divide_are_refused_with_both_numbers(script, refused):
     # DLR-RM/stable-baselines3 PR#270
-    line = refused("--num-envs", "3", "--num-steps", "5", "--num-minibatches", "4")
+    line = refused("--num-envs", 3, "--num-steps", 5, "--num-minibatches", 4)
     assert "--num-minibatches 4" in line
-    assert "15" in line
+    assert "15" in line or "--num-steps 5" in line
 
 
-def test_more_minibatches_than_rows_are_refused(refused):
-    assert "--num-minibatches" in refused("--num-envs", "2", "--num-steps", "2", "--num-minibatches", "8")
+def test_more_minibatches_than_rows_are_refused(script, refused):
+    assert "--num-minibatches" in refused("--num-envs", 2, "--num-steps", 2, "--num-minibatches", 8)
 
 
-def test_a_budget_below_one_update_is_refused(refused):
+def test_a_budget_below_one_update_is_refused(script, refused):
     # micdoh/XLRON#18: never "finished" without an update.
-    assert "--total-frames 100" in refused("--total-frames", "100")
+    assert "--total-frames 100" in refused("--total-frames", 100)
 
 
+@only_cartpole
 @pytest.mark.parametrize("env_id", [
     "OddContinuous-v0", "OddDict-v0", "OddImage-v0", "OddDiscreteObs-v0", "OddMultiDiscrete-v0", "OddStart-v0",
+    "Pendulum-v1",
 ])  # fmt: skip
-def test_unsuitable_spaces_are_refused(refused, env_id):
+def test_unsuitable_spaces_are_refused(script, refused, env_id):
+    # google-research/batch-ppo#22
     line = refused("--env-id", env_id)
     assert env_id in line
-    assert "Box" in line or "Discrete" in line
+    assert "Box" in line and "Discrete" in line
 
 
-def test_pendulum_is_refused(refused):
-    # google-research/batch-ppo#22
-    assert "Discrete" in refused("--env-id", "Pendulum-v1")
+@pytest.mark.parametrize("script, env_id, words", [
+    ("cartpole", "CartPoole-v1", "CartPole"), ("cartpole", "CartPole-v99", "v1"),
+    ("cartpole", "nowhere/CartPole-v1", ""), ("cartpole", "OddMissing-v0", ""), ("cartpole", "", ""),
+    ("cartpole", "a:b:c", ""), ("flappy", "FlapyBird-v0", "FlappyBird-v0"), ("atari", "ALE/Pongg-v5", "`Pong`"),
+    ("atari", "breakout", "ALE/<Game>-v5"), ("atari", "Breakout-v5", "ALE/<Game>-v5"),
+    ("atari", "ALE/Pong-v4", "ALE/<Game>-v5"), ("atari", "CartPole-v1", "ALE/<Game>-v5"),
+], indirect=["script"])  # fmt: skip
+def test_environments_that_cannot_be_made_are_refused_with_a_suggestion(script, refused, env_id, words):
+    line = refused("--env-id", env_id)
+    assert "--env-id" in line and words in line
 
 
-@pytest.mark.parametrize("env_id", [
-    "CartPoole-v1", "CartPole-v99", "nowhere/CartPole-v1", "OddMissing-v0", "", "a:b:c",
-])  # fmt: skip
-def test_environments_that_cannot_be_made_are_refused(refused, env_id):
-    assert "--env-id" in refused("--env-id", env_id)
+@pytest.mark.parametrize("script, args, words", [
+    ("flappy", "--eval-max-steps 100 --max-episode-steps 99", "--max-episode-steps"),
+    ("atari", "--num-envs 8 --num-steps 10 --num-minibatches 4", "--num-minibatches 4"),
+    ("atari", "--repeat-action-probability 1.5", "--repeat-action-probability"),
+    ("atari", "--process-id 0", "--distributed"), ("atari", "--distributed --num-processes 2", "--distributed"),
+], indirect=["script"])  # fmt: skip
+def test_settings_that_do_not_fit_together_are_refused(script, refused, args, words):
+    assert words in refused(*args.split())
 
 
-def test_an_unknown_environment_is_answered_with_a_suggestion(refused):
-    assert "CartPole" in refused("--env-id", "CartPoole-v1")
-
-
-def test_an_environment_without_autoreset_mode_next_step_is_refused(refused):
+@only_cartpole
+def test_an_environment_without_autoreset_mode_next_step_is_refused(script, refused):
     # Farama-Foundation/Gymnasium PR#1227
     class SameStep(gym.vector.VectorEnv):
         metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
@@ -119,70 +145,96 @@ def test_an_environment_without_autoreset_mode_next_step_is_refused(refused):
         del gym.registry["SameStep-v0"]
 
 
+@pytest.mark.parametrize("platforms, reason", [("cuda", "no CUDA here"), ("nonsense", "unknown backend")])
+def test_a_device_that_is_not_there_is_said_in_one_line_before_anything_is_written(
+    script, refused, monkeypatch, platforms, reason
+):
+    def devices(*args):
+        raise RuntimeError(f"Unable to initialize backend '{platforms}':\n{reason}")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    line = refused("--run-dir", "run")
+    assert platforms in line and reason in line and "JAX_PLATFORMS" in line
+
+
 @pytest.mark.parametrize("option", ["--resume", "--evaluate"])
-def test_a_run_that_is_not_there_is_refused(refused, option):
+def test_a_run_that_is_not_there_is_refused(script, refused, option):
     assert "nothing/here" in refused(option, "nothing/here")
+
+
+@pytest.mark.parametrize("option", ["--resume", "--evaluate"])
+def test_a_file_where_a_run_is_expected_is_answered_with_what_to_name(script, refused, finished, option):
+    path = f"{finished[0].run_dir}/checkpoint.msgpack"
+    line = refused(option, path)
+    assert path in line and "directory" in line and "Errno" not in line
 
 
 @pytest.mark.filterwarnings("ignore:The field:UserWarning")  # the parser's, about the same
 @pytest.mark.parametrize("content", [
     "", "{", "[]", '{"gamma": 0.9, "no_such_field": 1}', '{"seed": "one"}', '{"gamma": null}',
 ])  # fmt: skip
-@pytest.mark.parametrize("option", ["--resume", "--evaluate"])
-def test_a_damaged_config_is_refused(refused, tmp_path, option, content):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(content)
-    assert "run" in refused(option, "run")
+@only_cartpole
+def test_a_damaged_config_is_refused(script, refused, tmp_path, content):
+    (tmp_path / "my-run").mkdir()
+    (tmp_path / "my-run" / "config.json").write_text(content)
+    for option in ("--resume", "--evaluate"):
+        assert "my-run" in refused(option, "my-run")
 
 
-def test_resume_and_evaluate_exclude_each_other(refused):
+def test_resume_and_evaluate_exclude_each_other(script, refused):
     line = refused("--resume", "a", "--evaluate", "b")
     assert "--resume" in line and "--evaluate" in line
 
 
 @pytest.mark.parametrize("option", ["--resume", "--evaluate"])
-def test_the_settings_of_a_run_cannot_be_changed_later(refused, cartpole_run, option):
-    assert "--gamma" in refused(option, cartpole_run[0].run_dir, "--gamma", "0.5")
+def test_the_settings_of_a_run_cannot_be_changed_later(script, refused, finished, option):
+    assert "--gamma" in refused(option, finished[0].run_dir, "--gamma", "0.5")
+    assert "--num-envs" in refused(option, finished[0].run_dir, "--num-envs", "4")
 
 
-def test_a_directory_that_holds_a_run_is_refused(refused, cartpole_run):
-    config, _ = cartpole_run
-    assert "--run-dir" in refused("--run-dir", config.run_dir)
+def test_a_directory_that_holds_a_run_is_refused(script, refused, finished):
+    line = refused("--run-dir", finished[0].run_dir)
+    assert "--run-dir" in line and f"--resume {finished[0].run_dir}" in line
 
 
-def test_a_run_directory_that_cannot_be_is_refused(refused):
-    assert "--run-dir" in refused("--run-dir", "x" * 300)
-
-
-def test_a_run_directory_that_is_a_file_is_refused(refused, tmp_path):
+@only_cartpole
+@pytest.mark.parametrize("name", ["x" * 300, "file", "file/run"])
+def test_a_run_directory_that_cannot_be_is_refused(script, refused, tmp_path, name):
     (tmp_path / "file").write_text("mine")
-    assert "--run-dir" in refused("--run-dir", "file")
-    assert (tmp_path / "file").read_text() == "mine"
+    assert name in refused("--run-dir", name)
 
 
-@pytest.mark.parametrize("args", [
-    ["--total-frames", "1e7"], ["--no-such-flag"], ["--anneal", "False"], ["--num-envs"],
-])  # fmt: skip
-def test_what_the_parser_does_not_understand_exits_with_2(capsys, args):
+def test_two_runs_that_begin_in_the_same_second_get_directories_of_two_names(script, monkeypatch):
+    monkeypatch.setattr(script.time, "strftime", lambda *args: "20260101-000000")
+    first, second, third = (script.make_run_dir(script.Config()) for _ in range(3))
+    assert len({first, second, third}) == 3 and all(path.is_dir() for path in (first, second, third))
+    assert all(script.__name__ in path.name and "seed1" in path.name for path in (first, second, third))
+
+
+def test_a_run_that_another_process_trains_is_refused_and_left_alone(script, refused, finished, tmp_path):
+    (tmp_path / "run").mkdir()
+    with script.lock_run(tmp_path / "run") as file:
+        file.write(Path(finished[0].run_dir, "config.json").read_text())
+        file.flush()
+        assert "another process" in refused("--resume", "run")
+        assert "--run-dir" in refused("--run-dir", "run")
+
+
+@only_cartpole
+@pytest.mark.parametrize("args", [["--no-such-flag"], ["--anneal", "False"], ["--num-envs"]])
+def test_what_the_parser_does_not_understand_exits_with_2(script, capsys, args):
     # brentyi/tyro#48
     with pytest.raises(SystemExit) as exit:
-        ppo.main(args)
+        script.main(args)
     assert exit.value.code == 2
     assert args[-1] in capsys.readouterr().err
 
 
-def test_flags_set_their_fields():
-    args = "--total_frames 5000 --no-anneal --learning-rate 1e-4 --seed 4294967295"
-    config = ppo.parse_args(args.split())
-    assert config == ppo.Config(total_frames=5000, anneal=False, learning_rate=1e-4, seed=2**32 - 1)
-
-
-def test_no_flags_give_the_defaults():
-    assert ppo.parse_args([]) == ppo.Config()
-
-
-def test_defaults_are_accepted():
-    ppo.check_config(ppo.Config())
+def test_flags_set_their_fields(script):
+    args = "--total_frames 50000 --no-anneal --learning-rate 1e-4 --seed 4294967295"
+    config = script.parse_args(args.split())
+    assert config == script.Config(total_frames=50000, anneal=False, learning_rate=1e-4, seed=2**32 - 1)
+    assert script.parse_args([]) == script.Config()
 
 
 def test_frames_are_rounded_down_to_whole_updates():
@@ -191,12 +243,12 @@ def test_frames_are_rounded_down_to_whole_updates():
     assert config.num_updates == 9
 
 
-def test_help_explains_every_flag(capsys):
+def test_help_explains_every_flag(script, capsys):
     with pytest.raises(SystemExit) as exit:
-        ppo.main(["--help"])
+        script.main(["--help"])
     assert exit.value.code == 0
     text = capsys.readouterr().out
-    for field in dataclasses.fields(ppo.Config):
+    for field in dataclasses.fields(script.Config):
         assert field.name.replace("_", "-") in text
 
 
@@ -205,18 +257,22 @@ def test_config_cannot_be_changed_in_place():
         ppo.Config().seed = 2
 
 
-def test_config_survives_its_file(cartpole_run):
-    config, _ = cartpole_run
-    assert ppo.load_config(config.run_dir) == config
-    with open(f"{config.run_dir}/config.json") as file:
-        assert json.load(file) == dataclasses.asdict(config)
+def test_config_survives_its_file(script, finished):
+    config, _ = finished
+    assert script.load_config(config.run_dir) == config
+    assert json.loads(Path(config.run_dir, "config.json").read_text()) == dataclasses.asdict(config)
 
 
-def test_a_bad_flag_in_a_process_of_its_own(tmp_path):
-    command = [sys.executable, str(ROOT / "ppo_cartpole.py"), "--env-id", "Pendulum-v1"]
+@pytest.mark.parametrize("variables, args, words", [
+    ({}, ["--env-id", "Pendulum-v1"], "--env-id Pendulum-v1"),
+    ({"JAX_PLATFORMS": "nonsense"}, ["--run-dir", "run"], "nonsense"),
+])  # fmt: skip
+def test_bad_input_to_a_process_of_its_own(tmp_path, monkeypatch, variables, args, words):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    command = [sys.executable, str(ROOT / "ppo_cartpole.py"), *args]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert process.returncode == 2
-    assert process.stdout == ""
+    assert (process.returncode, process.stdout) == (2, "")
     (line,) = process.stderr.splitlines()
-    assert line.startswith("error: --env-id Pendulum-v1")
+    assert line.startswith("error: ") and words in line
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import Counter, collect, counter, idle, tiny
+from conftest import SCRIPTS, Counter, collect, counter, tiny
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
 import ppo_cartpole as ppo
@@ -29,6 +29,7 @@ def joined(played):
 @pytest.mark.parametrize("end", ["terminated", "truncated"])
 @pytest.mark.parametrize("num_steps", [1, 3, 4, 12])  # an end of an episode falls on the end of a rollout, or not
 def test_stream_of_two_counters(num_steps, end):
+    # vwxyzjn/cleanrl#562: the first row of a rollout is masked if the last one ended an episode.
     played = collect(tiny(num_steps=num_steps), counters(3, 4, end=end), rollouts=12 // num_steps)
     data = joined(played)
     np.testing.assert_array_equal(data.obs[..., 0].T, [[0, 1, 2, 3] * 3, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]])
@@ -39,13 +40,6 @@ def test_stream_of_two_counters(num_steps, end):
     np.testing.assert_array_equal(data.reward.T, valid)  # a reset step has no reward
     np.testing.assert_array_equal(data.terminated.T, np.array(done) * (end == "terminated"))
     assert played[-1][1].tolist() == [[0], [2]]
-
-
-def test_the_first_row_of_a_rollout_is_masked_if_the_last_one_ended_an_episode():
-    # vwxyzjn/cleanrl#562
-    first, second = collect(tiny(num_steps=3), counters(3, 4), rollouts=2)
-    assert first[0].done[-1].tolist() == [True, False]
-    assert second[0].valid[0].tolist() == [False, True]
 
 
 @pytest.mark.parametrize("end, last", [("terminated", 1.0), ("truncated", 1.0 + 0.99 * 3.0)])
@@ -110,43 +104,18 @@ def test_actions_reach_the_environment():
 
 
 def test_equal_logits_give_different_actions_in_steps_environments_and_rollouts():
-    first, second = (data.action for data, _, _ in collect(tiny(num_steps=32), counters(100, 100), rollouts=2))
-    assert 10 < first.sum() < 54
+    first, second = (data.action for data, _, _ in collect(tiny(num_steps=24), counters(100, 100), rollouts=2))
+    assert 8 < first.sum() < 40
     assert not np.array_equal(first[:, 0], first[:, 1])
     assert not np.array_equal(first, second)
     assert not all(np.array_equal(first[0], row) for row in first)
 
 
-def test_actions_follow_the_policy():
-    def apply_fn(params, obs):
-        return jnp.log(jnp.full((len(obs), 2), jnp.array([0.9, 0.1]))), obs[:, 0]
-
-    config, obs = tiny(num_envs=5000, num_steps=1), np.zeros((5000, 1), np.float32)
-    buffer = ppo.make_buffer(config, jax.ShapeDtypeStruct(obs.shape, obs.dtype))
-    _, _, action = ppo.act(apply_fn, {}, buffer, jax.random.key(0), obs, 0)
-    assert 0.08 < action.mean() < 0.12
-
-
-def test_the_key_moves_on():
-    config, obs = tiny(), np.zeros((2, 1), np.float32)
-    buffer, key = ppo.make_buffer(config, jax.ShapeDtypeStruct(obs.shape, obs.dtype)), jax.random.key(0)
-    _, after, _ = ppo.act(idle, {}, buffer, key, obs, 0)
-    assert not jnp.array_equal(jax.random.key_data(key), jax.random.key_data(after))
-
-
-def test_the_state_carries_the_key_to_the_next_rollout():
-    config, envs = tiny(), counters(3, 4)
-    state = ppo.TrainState({}, (), jax.random.key(0), jnp.int32(0))
-    buffer, (obs, _) = ppo.make_buffer(config, envs.observation_space), envs.reset()
-    after = ppo.rollout(config, jax.jit(partial(ppo.act, idle)), envs, state, buffer, obs, np.zeros(2, bool))[0]
-    assert not jnp.array_equal(jax.random.key_data(state.key), jax.random.key_data(after.key))
-
-
 def test_rollouts_do_not_share_memory():
     # A rollout may still be read by the last update while the next one is written.
-    first, second = collect(tiny(), counters(3, 4), rollouts=2, keep=np.asarray)
-    for name in ("reward", "terminated", "done", "valid"):
-        assert not np.shares_memory(getattr(first[0], name), getattr(second[0], name))
+    (first, *_), (second, *_) = collect(tiny(), counters(3, 4, copy=False), rollouts=2)
+    for array, other in zip(first, second):
+        assert not np.shares_memory(array, other)
 
 
 def test_cartpole_is_its_vector_class_in_mode_next_step():
@@ -161,7 +130,18 @@ def test_environments_of_one_run_start_differently():
     assert len(set(obs[:, 0].tolist())) == 4
 
 
-def test_no_two_runs_share_a_seed_of_an_environment():
-    streams = (0, 1, 2, 50, ppo.EVALUATION)
+def test_no_two_runs_share_a_seed_of_an_environment_nor_training_and_evaluation():
+    streams = (0, 1, 2, 50, -1)
     starts = sorted(ppo.env_seed(seed, stream) for seed in range(20) for stream in streams)
     assert min(np.diff(starts)) > 100  # environment i gets the seed + i
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_named_by_environment_and_step(name, bad):
+    x = np.zeros((4, 3, 2), np.float32)
+    SCRIPTS[name].check_finite("reward", x, 0)
+    x[2, 1, 1] = x[3, 0, 0] = bad
+    with pytest.raises(FloatingPointError, match="reward of environment 1 .*step 1,002"):
+        SCRIPTS[name].check_finite("reward", x, 1000)
+    SCRIPTS[name].check_finite("observation", np.zeros((2, 3, 4), np.uint8), 0)

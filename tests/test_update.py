@@ -224,7 +224,7 @@ def test_parameters_that_are_not_finite_are_reported(script):
 def test_first_minibatch_of_a_real_rollout_has_ratio_1():
     # The log-probabilities are those of the actions taken.
     network, obs = ppo.ActorCritic(2), np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
-    params = jax.tree.map(lambda x: 3 * x, jax.jit(network.init)(jax.random.key(0), obs))  # away from the uniform policy
+    params = jax.tree.map(lambda x: 3 * x, jax.jit(network.init)(jax.random.key(0), obs))  # far from uniform
     (action, log_prob, value), _ = actor(network.apply)(params, jax.random.key(1), obs)
     assert (action.dtype, log_prob.dtype, value.dtype) == (np.int32, np.float32, np.float32)
     assert len(set(action.tolist())) == 2 and not np.allclose(log_prob, log_prob[0])
