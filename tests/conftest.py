@@ -5,6 +5,7 @@ import csv
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -260,10 +261,16 @@ def die_in(script, config, name, at, owner=None):
 
 @pytest.fixture(params=SCRIPTS)
 def script(request, monkeypatch):
-    """Each of the three scripts in turn. Those that see pictures get a small network, which is quicker to compile."""
+    """Each of the three scripts in turn. Those that see pictures get a small network and draw few steps, to be quick."""
     module = SCRIPTS[request.param]
     if request.param != "cartpole":
+        evaluate = module.evaluate
+
+        def shorter(config, *args):
+            return evaluate(replace(config, eval_max_steps=min(config.eval_max_steps, 20)), *args)
+
         monkeypatch.setattr(module, "ActorCritic", SmallNetwork)
+        monkeypatch.setattr(module, "evaluate", shorter)
     return module
 
 
@@ -281,12 +288,15 @@ def finished(script, tmp_path_factory):
 
 
 @pytest.fixture
-def command(script, capsys, tmp_path):
-    """command(*args) runs a command line of the script: (exit code, lines on stdout, lines on stderr)."""
+def command(script, capsys, monkeypatch):
+    """command(*args) runs a command line of the script, or a Config: (exit code, stdout's lines, stderr's lines)."""
 
-    def run(*args):
+    def run(*args, config=None):
         capsys.readouterr()
-        code = script.main([str(arg) for arg in args])
+        with monkeypatch.context() as patch:
+            if config:
+                patch.setattr(script, "parse_args", lambda args: config)
+            code = script.main([str(arg) for arg in args])
         streams = capsys.readouterr()
         return code, streams.out.splitlines(), streams.err.splitlines()
 

@@ -213,9 +213,8 @@ def test_two_runs_that_begin_in_the_same_second_get_directories_of_two_names(scr
 
 def test_a_run_that_another_process_trains_is_refused_and_left_alone(script, refused, finished, tmp_path):
     (tmp_path / "run").mkdir()
-    with script.lock_run(tmp_path / "run") as file:
-        file.write(Path(finished[0].run_dir, "config.json").read_text())
-        file.flush()
+    (tmp_path / "run" / "config.json").write_bytes(Path(finished[0].run_dir, "config.json").read_bytes())
+    with script.lock_run(tmp_path / "run"):
         assert "another process" in refused("--resume", "run")
         assert "--run-dir" in refused("--run-dir", "run")
 

@@ -10,26 +10,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import Counter, Draw, counter, tiny
+from conftest import Counter, Draw, counter, only_cartpole, tiny
 
 import ppo_cartpole as ppo
 
 
 def params_for(config, preference=0.0):
     """Parameters of a policy whose logit of action 1 is always `preference` above that of action 0."""
-    envs = ppo.make_envs(config, 1)
-    params = ppo.make_network(envs).init(jax.random.key(0), jnp.zeros(envs.observation_space.shape))
+    shape = ppo.make_envs(config, 1).observation_space.shape
+    params = jax.eval_shape(ppo.ActorCritic(2).init, jax.random.key(0), jax.ShapeDtypeStruct(shape, np.float32))
     bias = jnp.float32([0.0, preference])  # of the policy; all else is 0
-    return jax.tree.map(lambda x: bias if x.shape == (2,) else jnp.zeros_like(x), params)
+    return jax.tree.map(lambda x: bias if x.shape == (2,) else jnp.zeros(x.shape), params)
 
 
-def test_every_episode_is_whole_and_counted_once():
+def evaluate(episodes, preference=0.0, seed=0, **settings):
+    """(returns, lengths, capped) as lists, of Counter(3) unless settings name another environment."""
+    config = tiny(**{"env_id": counter(3)} | settings)
+    return [x.tolist() for x in ppo.evaluate(config, params_for(config, preference), episodes, seed).values()]
+
+
+def test_every_episode_is_whole_and_counted_once_with_the_rewards_of_the_environment():
     # araffin/rl-baselines-zoo#90
+    assert evaluate(5, gamma=0.5, reward_scale=0.01) == [[3.0] * 5, [3] * 5, [False] * 5]
     config = tiny(env_id=counter(3))
-    result = ppo.evaluate(config, params_for(config), 5, seed=0)
-    assert result.returns.tolist() == [3.0] * 5
-    assert result.lengths.tolist() == [3] * 5
-    assert result.capped.tolist() == [False] * 5
+    assert list(ppo.evaluate(config, params_for(config), 5, 0)) == ["returns", "lengths", "capped"]
 
 
 def test_short_episodes_are_not_preferred(monkeypatch):
@@ -38,112 +42,112 @@ def test_short_episodes_are_not_preferred(monkeypatch):
         envs = gym.vector.SyncVectorEnv([partial(Counter, (1, 19)[n % 2]) for n in range(num_envs)])
         return gym.wrappers.vector.RecordEpisodeStatistics(envs)
 
-    params = params_for(tiny(env_id=counter(3)))
     monkeypatch.setattr(ppo, "make_envs", make_envs)
-    result = ppo.evaluate(tiny(), params, 10, seed=0)
-    assert result.returns.tolist() == [1.0, 19.0] * 5
-    assert result.lengths.tolist() == [1, 19] * 5
+    assert evaluate(10) == [[1.0, 19.0] * 5, [1, 19] * 5, [False] * 10]
 
 
 @pytest.mark.parametrize("preference, action", [(0.01, 1.0), (-0.01, 0.0)])
 def test_the_most_likely_action_is_taken(preference, action):
-    config = tiny(env_id=counter(15, reward="action"))
-    result = ppo.evaluate(config, params_for(config, preference), 4, seed=0)
-    assert result.returns.tolist() == [15 * action] * 4
+    assert evaluate(5, preference, env_id=counter(15, reward="action"))[0] == [15 * action] * 5
 
 
 def test_an_episode_that_does_not_end_is_cut_and_reported():
-    config = tiny(env_id=counter(100), eval_max_steps=7)
-    result = ppo.evaluate(config, params_for(config), 3, seed=0)
-    assert result.lengths.tolist() == [7] * 3
-    assert result.capped.tolist() == [True] * 3
-    assert result.summary()["eval_capped"] == 3
-    assert "3 capped" in str(result)
+    assert evaluate(5, env_id=counter(100), eval_max_steps=7) == [[7.0] * 5, [7] * 5, [True] * 5]
 
 
 @pytest.mark.parametrize("end", ["terminated", "truncated"])
 def test_an_episode_that_ends_by_itself_is_not_capped(end):
-    config = tiny(env_id=counter(7, end), eval_max_steps=7)
-    result = ppo.evaluate(config, params_for(config), 3, seed=0)
-    assert result.lengths.tolist() == [7] * 3
-    assert not result.capped.any()
-    assert "capped" not in str(result)
-
-
-def test_returns_are_of_the_rewards_of_the_environment():
-    config = tiny(env_id=counter(3), gamma=0.5, reward_scale=0.01)
-    assert ppo.evaluate(config, params_for(config), 2, seed=0).returns.tolist() == [3.0] * 2
+    assert evaluate(5, env_id=counter(7, end), eval_max_steps=7) == [[7.0] * 5, [7] * 5, [False] * 5]
 
 
 def test_the_seed_decides():
-    config = tiny(env_id="Draw-v0")
-    one, again, two = (ppo.evaluate(config, params_for(config), 4, seed).returns.tolist() for seed in (1, 1, 2))
+    one, again, two = (evaluate(5, seed=seed, env_id="Draw-v0")[0] for seed in (1, 1, 2))
     assert one == again
     assert not set(one) & set(two)
-    assert len(set(one)) == 4
+    assert len(set(one)) == 5
 
 
 def test_no_seed_of_training_is_used():
-    config = tiny(env_id="Draw-v0")
     Draw.seeds.clear()
-    ppo.evaluate(config, params_for(config), 20, seed=1)
+    evaluate(5, seed=1, env_id="Draw-v0")
     training = {ppo.env_seed(1, update) + n for update in range(1000) for n in range(64)}
-    assert len(Draw.seeds) == 20
+    assert len(Draw.seeds) == 5
     assert not training & set(Draw.seeds)
 
 
-def test_summary():
-    result = ppo.Evaluation(np.array([1.0, 3.0]), np.array([1, 3]), np.array([False, True]))
-    keys = ("eval_return_mean", "eval_return_std", "eval_episodes", "eval_capped")
-    assert result.summary() == dict(zip(keys, (2.0, 1.0, 2, 1)))
-    json.dumps(result.summary())
+@only_cartpole
+@pytest.mark.parametrize("max_steps, line", [
+    (20, "greedy return over 5 episodes: 9.0 +- 0.0"),
+    (7, "greedy return over 5 episodes: 7.0 +- 0.0, 5 cut at 7 steps (--eval-max-steps)"),
+])  # fmt: skip
+def test_the_line_of_an_evaluation_says_at_how_many_steps_it_was_cut_and_which_flag_moves_that(
+    script, tmp_path, capsys, max_steps, line
+):
+    config = tiny(env_id=counter(9), eval_episodes=5, eval_max_steps=max_steps)
+    found = ppo.report(config, params_for(config), tmp_path)
+    assert capsys.readouterr().out == line + "\n"
+    names = "eval_return_mean", "eval_return_std", "eval_episodes", "eval_capped"
+    assert found == dict(zip(names, (min(9.0, max_steps), 0.0, 5, 5 * (max_steps < 9))))
+    json.dumps(found)
+
+
+class NoPictures(Counter):
+    metadata = {"render_modes": []}
+
+
+class UnknownRenderMode(Counter):
+    def __init__(self):
+        super().__init__()
+
+
+gym.register("NoPictures-v0", entry_point=NoPictures)
+gym.register("UnknownRenderMode-v0", entry_point=UnknownRenderMode)
+
+
+@pytest.mark.parametrize("env_id", ["NoPictures-v0", "UnknownRenderMode-v0", counter(3)])
+def test_where_an_environment_gives_no_pictures_one_line_says_why(tmp_path, capsys, recwarn, env_id):
+    config = tiny(env_id=env_id)
+    assert ppo.report(config, params_for(config), tmp_path)["eval_return_mean"] == 3.0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("no agent.gif: ") and len(line) > 30
+    assert not [str(warning.message) for warning in recwarn if "render" in str(warning.message)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_picture_does_not_stop_a_run(script, finished, command, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no room for\npictures")
+
+    monkeypatch.setattr(script.Image.Image, "save", fail)
+    args = ["--evaluate", finished[0].run_dir, "--run-dir", tmp_path / "new", "--eval-max-steps", 3]
+    code, _, (line,) = command(*args)
+    assert code == 0 and line.startswith("no agent.gif: ") and "no room" in line
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["evaluation.json"]
 
 
 def digests(folder):
     return {path: hashlib.sha256(path.read_bytes()).digest() for path in Path(folder).rglob("*") if path.is_file()}
 
 
-@pytest.fixture(scope="module")
-def evaluated(cartpole_run, tmp_path_factory):
-    """(directory, digests of the run before) of one --evaluate, started with --run-dir."""
-    config, _ = cartpole_run
-    before, run_dir = digests(config.run_dir), tmp_path_factory.mktemp("evaluated") / "evaluation"
-    args = ["--evaluate", config.run_dir, "--run-dir", str(run_dir), "--eval-episodes", "3", "--seed", "7"]
-    assert ppo.main(args) == 0
-    return run_dir, before
-
-
-def test_evaluating_a_run_leaves_its_directory_alone(cartpole_run, evaluated):
-    assert digests(cartpole_run[0].run_dir) == evaluated[1]
-
-
-def test_evaluating_a_run_writes_to_a_directory_of_its_own(evaluated):
-    run_dir, _ = evaluated
+def test_evaluating_a_run_writes_to_a_directory_of_its_own_once(finished, command, refused, tmp_path):
+    config, _ = finished
+    before, run_dir = digests(config.run_dir), tmp_path / "evaluation"
+    args = ["--evaluate", config.run_dir, "--run-dir", run_dir, "--seed", 7, "--eval-max-steps", 9]
+    assert command(*args)[0] == 0
+    assert digests(config.run_dir) == before
     assert sorted(path.name for path in run_dir.iterdir()) == ["agent.gif", "evaluation.json"]
     evaluation = json.loads((run_dir / "evaluation.json").read_text())
-    assert set(evaluation) == {"eval_return_mean", "eval_return_std", "eval_episodes", "eval_capped"}
-    assert evaluation["eval_episodes"] == 3
+    assert {"eval_return_mean", "eval_return_std", "eval_episodes", "eval_capped"} <= set(evaluation)
+    assert evaluation["eval_episodes"] == 2
+    assert "--run-dir" in refused(*args)
 
 
-def test_evaluating_a_run_repeats_its_own_evaluation(cartpole_run, tmp_path, monkeypatch, capsys):
+def test_evaluating_a_run_repeats_its_own_evaluation(finished, command, tmp_path, monkeypatch):
     # Without --run-dir: into runs/, wherever the run itself is.
-    config, result = cartpole_run
+    config, result = finished
     monkeypatch.chdir(tmp_path)
-    assert ppo.main(["--evaluate", config.run_dir]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert f"{result['eval_return_mean']:.1f}" in line
+    code, lines, errors = command("--evaluate", config.run_dir)
+    assert (code, errors) == (0, [])
+    assert any(f"{result['eval_return_mean']:.1f}" in line for line in lines)
     (path,) = Path("runs").glob("*/evaluation.json")
     assert json.loads(path.read_text()) == {key: x for key, x in result.items() if key.startswith("eval_")}
-
-
-def test_an_evaluation_does_not_overwrite_another(evaluated, cartpole_run, capsys):
-    run_dir, _ = evaluated
-    assert ppo.main(["--evaluate", cartpole_run[0].run_dir, "--run-dir", str(run_dir)]) == 2
-    assert "--run-dir" in capsys.readouterr().err
-
-
-def test_a_failed_picture_does_not_stop_a_run(tmp_path, capsys):
-    config = tiny(env_id=counter(3))  # cannot render
-    ppo.record_gif(config, params_for(config), tmp_path / "agent.gif", seed=0)
-    assert "agent.gif" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

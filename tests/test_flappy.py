@@ -1,23 +1,17 @@
-"""Flappy Bird from pixels: the environment against the package's own rendering and game, the network against Flax."""
+"""Flappy Bird from pixels: the environment against the package's own rendering and game, scores, and a whole run."""
 
-import csv
-import json
 import os
 import subprocess
 import sys
-from functools import partial
 
-import flax.linen as nn
 import gymnasium as gym
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, initial_state, linear, random_rollout, tiny
+from conftest import ROOT, SmallNetwork, read_metrics, tiny
 from flappy_bird_gymnasium import FlappyBirdEnv
 from PIL import Image
 
-import ppo_cartpole
 import ppo_flappy as ppo
 
 
@@ -119,7 +113,7 @@ def test_stack_holds_the_last_four_pictures_newest_last_in_arrays_of_their_own()
 
 
 def test_autoreset_clears_the_stack_and_gives_no_transition():
-    envs = ppo.make_envs(ppo.Config(max_episode_steps=5), num_envs=2)
+    envs = ppo.make_envs(ppo.Config(max_episode_steps=5, eval_max_steps=5), num_envs=2)
     first, _ = envs.reset(seed=1)
     steps = [envs.step(np.array([0, 1])) for _ in range(6)]
     obs, reward, terminated, truncated, _ = steps[5]
@@ -130,14 +124,14 @@ def test_autoreset_clears_the_stack_and_gives_no_transition():
 
 
 def test_step_cap_is_a_truncation_and_statistics_count_it():
-    envs = ppo.make_envs(ppo.Config(max_episode_steps=5, frame_skip=1), num_envs=2)
+    envs = ppo.make_envs(ppo.Config(max_episode_steps=5, eval_max_steps=5, frame_skip=1), num_envs=2)
     envs.reset(seed=1)
     steps = [envs.step(np.zeros(2, int)) for _ in range(11)]
     ends = [index for index, step in enumerate(steps) if step[3].any()]
     assert ends == [4, 10]  # step 5 is the reset
     assert not any(step[2].any() for step in steps)
-    assert ppo.finished_episodes(steps[4][4]) == [(pytest.approx(0.5), 5, 0)] * 2
-    assert ppo.finished_episodes(steps[5][4]) == []
+    assert [*envs.return_queue] == pytest.approx([0.5] * 4) and [*envs.length_queue] == [5] * 4
+    assert [*envs.unwrapped.score_queue] == [0] * 4
     envs.close()
 
 
@@ -145,16 +139,17 @@ def test_threads_give_what_gymnasiums_sync_vector_env_gives():
     def make_env():
         return gym.wrappers.TimeLimit(ppo.FlappyPixels(2), 40)
 
+    ended, scores = 0, []
     threaded, sync = ppo.ThreadedVectorEnv([make_env() for _ in range(3)]), gym.vector.SyncVectorEnv([make_env] * 3)
     assert np.array_equal(threaded.reset(seed=7)[0], sync.reset(seed=7)[0])
-    ended = 0
     for actions in np.array(some_flaps(300)).reshape(100, 3):
         ours, theirs = threaded.step(actions), sync.step(actions)
         for mine, reference in zip(ours[:4], theirs[:4]):
             assert np.array_equal(mine, reference)
         assert np.array_equal(ours[4]["score"], theirs[4]["score"])
         ended += int((ours[2] | ours[3]).sum())
-    assert ended > 3
+        scores += theirs[4]["score"][theirs[2] | theirs[3]].tolist()
+    assert ended > 3 and [*threaded.score_queue] == scores
     threaded.close()
 
 
@@ -177,67 +172,6 @@ def test_runs_without_a_display_and_says_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_another_environment_is_refused_with_the_right_name(capsys):
-    assert ppo.main(["--env-id", "FlapyBird-v0"]) == 2
-    assert "FlappyBird-v0" in capsys.readouterr().err
-
-
-def test_an_evaluation_beyond_the_episode_cap_is_refused(capsys):
-    assert ppo.main(["--eval-max-steps", "100", "--max-episode-steps", "99"]) == 2
-    assert "--max-episode-steps" in capsys.readouterr().err
-
-
-# ----------------------------------------------------------------------------------------- network
-
-
-@pytest.mark.parametrize(
-    "features, kernel_size, stride, size", [(16, 4, 4, 84), (32, 4, 2, 21), (32, 3, 1, 9), (8, 8, 4, 84)]
-)
-def test_convolution_as_a_product_is_flaxs_convolution(features, kernel_size, stride, size):
-    x = jax.random.normal(jax.random.key(0), (2, size, size, 4))
-    ours = ppo.Conv(features, kernel_size, stride)
-    flax = nn.Conv(features, (kernel_size, kernel_size), (stride, stride), "VALID")
-    params = flax.init(jax.random.key(1), x)
-    params = jax.tree.map(lambda p: p + 0.1, params)  # so that the bias matters
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, ours.init(jax.random.key(1), x))
-
-    def loss(layer):
-        return lambda params, x: (jnp.sin(layer.apply(params, x))).sum()
-
-    np.testing.assert_allclose(ours.apply(params, x), flax.apply(params, x), atol=1e-4)
-    for mine, reference in zip(jax.grad(loss(ours), (0, 1))(params, x), jax.grad(loss(flax), (0, 1))(params, x)):
-        for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(reference)):
-            np.testing.assert_allclose(a, b, atol=1e-4 * float(jnp.abs(b).max()))
-
-
-def test_convolution_is_the_same_off_the_cpu(monkeypatch):
-    x, layer = jax.random.normal(jax.random.key(0), (2, 21, 21, 3)), ppo.Conv(8, 4, 2)
-    params = layer.init(jax.random.key(1), x)
-    as_product = layer.apply(params, x)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    np.testing.assert_allclose(layer.apply(params, x), as_product, atol=1e-4)
-    assert jax.tree.map(jnp.shape, layer.init(jax.random.key(1), x)) == jax.tree.map(jnp.shape, params)
-
-
-def test_network_reads_bytes_as_numbers_from_0_to_1():
-    network = ppo.ActorCritic(2)
-    obs = np.random.default_rng(0).integers(0, 256, (3, 84, 84, 4), np.uint8)
-    params = network.init(jax.random.key(0), obs)
-    p, x = params["params"], jnp.asarray(obs, jnp.float32) / 255.0
-    for index, stride in enumerate((4, 2, 1)):
-        kernel, bias = p[f"Conv_{index}"]["kernel"], p[f"Conv_{index}"]["bias"]
-        x = jax.lax.conv_general_dilated(
-            x, kernel, (stride,) * 2, "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-        x = jnp.maximum(x + bias, 0.0)
-    x = jnp.maximum(x.reshape(3, -1) @ p["Dense_0"]["kernel"] + p["Dense_0"]["bias"], 0.0)
-    logits, value = network.apply(params, obs)
-    assert p["Conv_0"]["kernel"].shape == (4, 4, 4, 16)
-    assert logits.shape == (3, 2) and value.shape == (3,)
-    np.testing.assert_allclose(logits, x @ p["policy"]["kernel"] + p["policy"]["bias"], atol=1e-5)
-    np.testing.assert_allclose(value, (x @ p["value"]["kernel"] + p["value"]["bias"])[:, 0], atol=1e-5)
-
-
 # -------------------------------------------------------------------------- evaluation and training
 
 
@@ -258,65 +192,43 @@ class EndsAt(gym.Env):
         return np.zeros((84, 84, 4), np.uint8), 1.0, self.step_count == self.length, False, {"score": self.step_count}
 
 
-@pytest.fixture
-def params():
-    return ppo.ActorCritic(2).init(jax.random.key(0), np.zeros((1, 84, 84, 4), np.uint8))
-
-
-def test_an_agent_that_never_ends_is_cut_and_reported(monkeypatch, params):
+@pytest.mark.parametrize("max_episode_steps, ends", [(20_000, (3, None)), (7, (3, None)), (20_000, (7, 9))])
+def test_an_agent_that_never_ends_is_cut_whichever_flag_cuts_it_and_scores_are_of_its_first_game(
+    monkeypatch, max_episode_steps, ends
+):
     def make_envs(config, num_envs):
-        return ppo.ThreadedVectorEnv([EndsAt(length) for length in (3, None)])
+        games = [gym.wrappers.TimeLimit(EndsAt(length), config.max_episode_steps) for length in ends]
+        return ppo.ThreadedVectorEnv(games)
 
     monkeypatch.setattr(ppo, "make_envs", make_envs)
-    result = ppo.evaluate(ppo.Config(eval_max_steps=7), params, episodes=2, seed=1)
-    assert result.capped.tolist() == [False, True]
-    assert result.lengths.tolist() == [3, 7] and result.returns.tolist() == [3.0, 7.0]
-    assert result.scores.tolist() == [3, 7]  # not the score of the game that began after the reset
-    assert result.summary()["eval_score_mean"] == 5.0 and result.summary()["eval_capped"] == 1
+    monkeypatch.setattr(ppo, "ActorCritic", SmallNetwork)
+    params = SmallNetwork(2).init(jax.random.key(0), np.zeros((1, 84, 84, 4), np.uint8))
+    config = ppo.Config(eval_max_steps=7, max_episode_steps=max_episode_steps)
+    found = ppo.evaluate(config, params, episodes=2, seed=1)
+    assert found["capped"].tolist() == [False, True]
+    lengths = [ends[0], 7]
+    assert found["lengths"].tolist() == lengths and found["returns"].tolist() == lengths
+    assert found["scores"].tolist() == lengths  # not the score of the game that began after the reset
 
 
-def test_an_episode_that_max_episode_steps_cuts_is_capped(monkeypatch, params):
-    def make_envs(config, num_envs):
-        envs = [EndsAt(length) for length in (3, None)]
-        return ppo.ThreadedVectorEnv([gym.wrappers.TimeLimit(env, config.max_episode_steps) for env in envs])
-
-    monkeypatch.setattr(ppo, "make_envs", make_envs)
-    result = ppo.evaluate(ppo.Config(eval_max_steps=7, max_episode_steps=7), params, episodes=2, seed=1)
-    assert (result.lengths.tolist(), result.capped.tolist()) == ([3, 7], [False, True])
-
-
-@pytest.mark.parametrize("part_rows", [8, 4, 1])  # the whole minibatch, two parts, eight
-def test_update_is_that_of_cartpole_in_parts_of_minibatches(part_rows, monkeypatch):
-    monkeypatch.setattr(ppo, "PART_ROWS", part_rows)
-    config = tiny(num_envs=4, learning_rate=0.05, clip_coef=0.15, ent_coef=0.02, reward_scale=0.5)
-    rollout, next_obs = random_rollout(config)
-    rollout = rollout._replace(obs=rollout.obs / 10)
-    found = []
-    for script in (ppo, ppo_cartpole):
-        run = jax.jit(partial(script.update, config, linear, script.make_optimizer(config)))
-        found.append(run(initial_state(config), rollout, next_obs))
-    (state, metrics), (other, other_metrics) = found
-    assert metrics["clip_fraction"] > 0.1 and metrics.keys() == other_metrics.keys()
-    for x, y in zip(jax.tree.leaves((state.params, metrics)), jax.tree.leaves((other.params, other_metrics))):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+def test_the_line_of_an_evaluation_has_the_pipes_and_what_was_cut(tmp_path, monkeypatch, capsys):
+    found = dict(returns=[1.0, 3.0, 5.0], lengths=[4, 5, 6], scores=[0, 0, 3], capped=[False, False, True])
+    found = {name: np.array(x) for name, x in found.items()}
+    monkeypatch.setattr(ppo, "evaluate", lambda *args: found)
+    summary = ppo.report(ppo.Config(eval_max_steps=1500), None, tmp_path)
+    line, _ = capsys.readouterr().out.splitlines()[0], None
+    assert "greedy return over 3 episodes: 3.0 +- 1.6, 1.0 pipes, median 0" in line
+    assert "1 cut at 1,500 steps (--eval-max-steps)" in line
+    assert (summary["eval_score_mean"], summary["eval_score_median"], summary["eval_capped"]) == (1.0, 0.0, 1)
 
 
-def test_two_updates_end_to_end(tmp_path):
-    run_dir = tmp_path / "run"
-    arguments = "--num-envs 2 --num-steps 40 --num-minibatches 2 --update-epochs 1 --total-frames 160"
-    arguments += f" --eval-episodes 2 --eval-max-steps 30 --run-dir {run_dir}"
-    assert ppo.main(arguments.split()) == 0
-    rows = list(csv.DictReader((run_dir / "metrics.csv").open()))
+def test_two_updates_with_the_real_network_end_to_end(tmp_path):
+    config = tiny(ppo, num_steps=40, total_frames=160, update_epochs=1, eval_max_steps=30, run_dir=tmp_path / "run")
+    result = ppo.train(config)
+    rows = read_metrics(config.run_dir)
     assert [row["frames"] for row in rows] == ["80", "160"]
     assert float(rows[0]["charts/episodic_score"]) >= 0 and float(rows[0]["charts/episodic_length"]) > 1
-    result = json.loads((run_dir / "result.json").read_text())
     assert {"eval_score_mean", "eval_return_mean", "eval_capped", "sps"} <= set(result)
-    assert "flappy-bird-gymnasium" in result["versions"]
-    with Image.open(run_dir / "agent.gif") as image:
+    assert any("flappy" in name for name in result["versions"])
+    with Image.open(tmp_path / "run" / "agent.gif") as image:
         assert image.size == (144, 256) and image.n_frames > 1
-
-
-def test_observations_are_stored_once_as_bytes():
-    config = ppo.Config()
-    obs = jax.ShapeDtypeStruct((config.num_envs, 84, 84, 4), np.uint8)
-    assert ppo.make_buffer(config, obs)[0].nbytes == config.num_envs * config.num_steps * 84 * 84 * 4

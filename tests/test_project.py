@@ -9,26 +9,24 @@ import tomllib
 import pytest
 from conftest import ROOT
 
-SCRIPTS = sorted(ROOT.glob("ppo_*.py"))
+PATHS = sorted(ROOT.glob("ppo_*.py"))
 TESTS = sorted((ROOT / "tests").glob("*.py"))
+each_script = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 
 # Functions and classes of one name that may differ from script to script, with the reason.
 MAY_DIFFER = {
     "Config": "defaults and flags of its own",
-    "check_env": "environments of its own",
     "make_envs": "environments of its own",
-    "finished_episodes": "environments of its own",
     "ActorCritic": "networks of its own",
     "update": "CartPole's network is too small for parts of minibatches; Atari shuffles within each environment",
     "evaluate": "environments of its own",
-    "record_gif": "environments of its own",
-    "Evaluation": "Flappy Bird has a score; Atari is evaluated greedily or not",
+    "report": "Flappy Bird has a score; Atari is evaluated greedily or not",
+    "learn": "Flappy Bird has a score; Atari has many devices",
     # Atari's alone:
     "make_optimizer": "faster without optax.flatten, which the small networks of CartPole compile faster with",
     "rollout": "its environment says which rows are decisions",
-    "compile_functions": "many devices",
-    "learn": "many devices and processes",
     "train": "many devices and processes",
+    "evaluate_run": "many devices and processes",
     "parse_args": "more flags that may change with --resume and --evaluate",
     "main": "many processes",
 }
@@ -41,17 +39,24 @@ def requirements(lines):
     return {name.lower().replace("_", "-"): limits.replace(" ", "") for name, limits in found}
 
 
-def header(script):
-    """The PEP 723 metadata of a script."""
-    block = re.search(r"^# /// script\n((?:#.*\n)+?)# ///$", script.read_text(), re.MULTILINE).group(1)
-    return tomllib.loads("".join(line[2:] if line.startswith("# ") else line[1:] for line in block.splitlines(True)))
+def header(path):
+    """The ranges in the PEP 723 metadata of a script."""
+    block = re.search(r"^# /// script\n((?:#.*\n)+?)# ///$", path.read_text(), re.MULTILINE).group(1)
+    return requirements(tomllib.loads(re.sub("^# ?", "", block, flags=re.MULTILINE))["dependencies"])
 
 
-def definitions(script):
+def definitions(path):
     """{name: source} of the functions and classes of a script."""
-    source = script.read_text()
+    source = path.read_text()
     nodes = (node for node in ast.parse(source).body if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
     return {node.name: ast.get_source_segment(source, node) for node in nodes}
+
+
+def config_of(path):
+    """(the syntax tree of a script, that of its Config, the names of the settings)."""
+    tree = ast.parse(path.read_text())
+    config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config")
+    return tree, config, [node for node in config.body if isinstance(node, ast.AnnAssign)]
 
 
 def imported(path):
@@ -65,15 +70,14 @@ def imported(path):
 def packages_of(modules):
     """The packages that these modules come from, without the standard library."""
     known = importlib.metadata.packages_distributions()
-    outside = modules - sys.stdlib_module_names - {script.stem for script in SCRIPTS} - {"conftest"}
+    outside = modules - sys.stdlib_module_names - {path.stem for path in PATHS} - {"conftest"}
     return {known[module][0].lower().replace("_", "-") for module in outside}
 
 
-def declared(script):
+def declared(path):
     """The packages in the header of a script, and those that each of these asks for itself."""
-    direct = set(requirements(header(script)["dependencies"]))
-    found = set(direct)
-    for name in direct:
+    found = set(header(path))
+    for name in header(path):
         try:
             asked = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
@@ -82,60 +86,66 @@ def declared(script):
     return found
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_header_and_requirements_name_the_same_packages(script):
+@each_script
+def test_header_and_requirements_name_the_same_ranges_with_both_bounds(path):
     wanted = requirements((ROOT / "requirements.txt").read_text().splitlines())
     wanted.pop("pytest", None)
-    assert requirements(header(script)["dependencies"]) == wanted
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_every_range_has_both_bounds(script):
-    for name, limits in requirements(header(script)["dependencies"]).items():
+    assert header(path) == wanted
+    for name, limits in wanted.items():
         assert re.fullmatch(r">=[\d.]+,<[\d.]+", limits), name
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_only_declared_packages_are_imported(script):
-    assert packages_of(imported(script)) <= declared(script)
+@each_script
+def test_only_declared_packages_are_imported(path):
+    assert packages_of(imported(path)) <= declared(path)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_every_setting_is_read(script):
-    # A flag that nothing reads is a lie to its user.
-    tree = ast.parse(script.read_text())
-    config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config")
-    settings = {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)}
-    # Those that a property of Config reads are read if the property is.
+@each_script
+def test_every_setting_is_read(path):
+    # A flag that nothing reads is a lie to its user. Those that a property of Config reads are read if that is.
+    tree, config, settings = config_of(path)
     derived = {
         node.name: {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
-        for node in config.body if isinstance(node, ast.FunctionDef)
+        for node in config.body if isinstance(node, ast.FunctionDef) and node.name != "__post_init__"
     }  # fmt: skip
     outside = [node for node in tree.body if node is not config]
     read = {node.attr for part in outside for node in ast.walk(part) if isinstance(node, ast.Attribute)}
+    for node in outside:
+        if "getattr(config, name)" in ast.unparse(node):
+            read |= {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
     for _ in derived:
         read |= set().union(*(derived[name] for name in derived if name in read))
-    assert settings <= read
+    assert {node.target.id for node in settings} <= read
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_every_setting_is_explained(script):
-    lines = script.read_text().splitlines()
-    tree = ast.parse("\n".join(lines))
-    config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config")
-    for node in config.body:
-        if isinstance(node, ast.AnnAssign):
-            above, line = lines[node.lineno - 2].strip(), lines[node.lineno - 1]
-            assert "  # " in line or above.startswith("#"), node.target.id
+@each_script
+def test_every_setting_is_explained(path):
+    lines = path.read_text().splitlines()
+    for node in config_of(path)[2]:
+        assert "  # " in lines[node.lineno - 1] or lines[node.lineno - 2].strip().startswith("#"), node.target.id
+
+
+@each_script
+def test_no_line_is_longer_than_118_characters(path):
+    assert not [number for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 118]
+
+
+@each_script
+def test_nothing_happens_at_import(path):
+    statements = ast.parse(path.read_text()).body
+    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.FunctionDef, ast.ClassDef)
+    assert isinstance(statements[-1], ast.If)  # if __name__ == "__main__"
+    others = [ast.unparse(statement) for statement in statements[1:-1] if not isinstance(statement, allowed)]
+    assert all(text.startswith("os.environ.update(SDL_VIDEODRIVER=") for text in others)  # before pygame's import
 
 
 def test_shared_functions_have_the_same_text_in_all_scripts():
     first = {}
-    for script in SCRIPTS:
-        for name, source in definitions(script).items():
+    for path in PATHS:
+        for name, source in definitions(path).items():
             if name not in MAY_DIFFER:
-                other, text = first.setdefault(name, (script, source))
-                assert source == text, f"{name} differs between {other.name} and {script.name}"
+                other, text = first.setdefault(name, (path, source))
+                assert source == text, f"{name} differs between {other.name} and {path.name}"
 
 
 def test_updates_on_pixels_use_ppo_gradient_and_flappy_birds_differs_from_cartpoles_in_nothing_else():
@@ -148,7 +158,7 @@ def test_updates_on_pixels_use_ppo_gradient_and_flappy_birds_differs_from_cartpo
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
 def test_tests_need_nothing_more_than_the_scripts_and_pytest(path):
-    assert packages_of(imported(path)) <= set().union({"pytest"}, *map(declared, SCRIPTS))
+    assert packages_of(imported(path)) <= set().union({"pytest"}, *map(declared, PATHS))
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import (
+    SCRIPTS,
     actor,
     assert_same,
     gae_by_definition,
@@ -23,6 +24,12 @@ import ppo_cartpole as ppo
 SETTINGS = dict(num_envs=3, num_steps=8, num_minibatches=4, update_epochs=3, total_frames=72, gamma=0.9)
 SETTINGS |= dict(gae_lambda=0.7, reward_scale=0.25, clip_coef=0.3, vf_coef=0.4, ent_coef=0.04)
 _watched = {}
+
+
+@pytest.fixture(params=["cartpole", "atari"])
+def script(request):
+    """The scripts with an update of their own; test_project and test_atari say how Flappy Bird's is CartPole's."""
+    return SCRIPTS[request.param]
 
 
 @pytest.fixture
