@@ -19,6 +19,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Programs that run for a moment are compiled quickly rather than well; not so where the numbers are what is tested.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+OPTIMIZED = ("test_gae", "test_loss", "test_update", "test_atari", "test_flappy", "test_learning")
 
 import flax.linen as nn
 import gymnasium as gym
@@ -259,9 +262,17 @@ def die_in(script, config, name, at, owner=None):
         script.train(config)
 
 
+@pytest.fixture(autouse=True)
+def optimize(request):
+    quick = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", quick and request.module.__name__ not in OPTIMIZED)
+    yield
+    jax.config.update("jax_disable_most_optimizations", quick)
+
+
 @pytest.fixture(params=SCRIPTS)
 def script(request, monkeypatch):
-    """Each of the three scripts in turn. Those that see pictures get a small network and draw few steps, to be quick."""
+    """Each of the scripts in turn. Those that see pictures get a small network and draw few steps, to be quick."""
     module = SCRIPTS[request.param]
     if request.param != "cartpole":
         evaluate = module.evaluate
@@ -275,6 +286,7 @@ def script(request, monkeypatch):
 
 
 only_cartpole = pytest.mark.parametrize("script", ["cartpole"], indirect=True)
+own_text = pytest.mark.parametrize("script", ["cartpole", "atari"], indirect=True)  # Flappy Bird's is CartPole's
 _finished = {}
 
 

@@ -260,7 +260,7 @@ def test_observations_are_the_emulators_with_the_newest_picture_last():
         np.testing.assert_array_equal(before, kept)  # nobody wrote into the last one
 
 
-def stream(seed, num_envs=3, steps=150, **settings):
+def stream(seed, num_envs=3, steps=100, **settings):
     """Everything that `num_envs` games of Breakout show under fixed actions: uint8 [steps, num_envs, 84, 84]."""
     envs = ppo.make_envs(ppo.Config(env_id="ALE/Breakout-v5", **settings), num_envs)
     envs.reset(seed=seed)

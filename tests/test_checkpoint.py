@@ -28,6 +28,7 @@ from conftest import (
     frames_of,
     load_state,
     only_cartpole,
+    own_text,
     read_metrics,
     tiny,
     without_times,
@@ -92,6 +93,7 @@ def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_path
     assert calls == [("fsync", 100_000), ("replace", 0)]
 
 
+@own_text
 def test_a_resumed_run_starts_from_the_saved_state(script, tmp_path, monkeypatch):
     config, saved, started = tiny(script, run_dir=tmp_path / "run"), [], []
     save, play = script.save_checkpoint, script.rollout
@@ -127,16 +129,19 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path):
     assert without_times(read_metrics(parts.run_dir)) == without_times(read_metrics(config.run_dir))
 
 
-@pytest.mark.parametrize("name, at, kept", [
-    ("rollout", 2, 0),  # before the first checkpoint: the run starts again
-    ("save_checkpoint", 1, 2),  # just after a checkpoint
-    ("record", 3, 2),  # after the row of update 3, which no checkpoint has
-    ("record", 4, 2),  # after the row of update 4, just before its checkpoint
-    ("record", 6, 4),  # after the last row, just before its checkpoint
-])  # fmt: skip
+@pytest.mark.parametrize("script, name, at, kept", [
+    ("cartpole", "rollout", 2, 0),  # before the first checkpoint: the run starts again
+    ("cartpole", "save_checkpoint", 1, 2),  # just after a checkpoint
+    ("cartpole", "record", 3, 2),  # after the row of update 3, which no checkpoint has
+    ("cartpole", "record", 4, 2),  # after the row of update 4, just before its checkpoint
+    ("flappy", "record", 4, 2),
+    ("atari", "rollout", 2, 0),
+    ("atari", "record", 4, 2),
+    ("cartpole", "record", 6, 4),  # after the last row, just before its checkpoint
+], indirect=["script"])  # fmt: skip
 def test_the_curve_has_no_gap_and_no_repeat(script, tmp_path, name, at, kept):
     # DLR-RM/stable-baselines3#433
-    config = tiny(script, learning_rate=0.5, run_dir=tmp_path / "run")
+    config = tiny(script, run_dir=tmp_path / "run")
     die_in(script, config, name, at, owner=script.Recorder if name == "record" else None)
     before = read_metrics(config.run_dir)[:kept]
     assert script.main(["--resume", config.run_dir]) == 0
@@ -146,9 +151,10 @@ def test_the_curve_has_no_gap_and_no_repeat(script, tmp_path, name, at, kept):
     seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds)
     rates = [float(row["charts/learning_rate"]) for row in rows]  # the schedule goes on
-    np.testing.assert_allclose(rates, 0.5 * (1 - np.arange(6) / 6), rtol=1e-4)
+    np.testing.assert_allclose(rates, config.learning_rate * (1 - np.arange(6) / 6), rtol=1e-4)
 
 
+@only_cartpole  # as Recorder is the same in all
 @pytest.mark.parametrize("at", [3, 5])
 def test_tensorboard_shows_a_resumed_run_without_repeats_as_metrics_csv_does(script, tmp_path, at):
     # Killed after row `at`; the checkpoint is from row 2. What of the first attempt came after it is gone.
@@ -210,6 +216,7 @@ def damage(path, how):
     path.write_bytes({"empty": b"", "short": data[:20], "half": data[:middle], "flipped": flipped}[how])
 
 
+@own_text
 @pytest.mark.parametrize("how", ["empty", "short", "half", "flipped"])
 def test_a_damaged_checkpoint_is_refused_in_one_line(script, refused, run_copy, how):
     _, run_dir = run_copy
@@ -219,6 +226,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(script, refused, run_copy, 
         assert str(run_dir / "checkpoint.msgpack") in line and "damaged" in line
 
 
+@own_text
 @pytest.mark.parametrize("change", ["shape", "layer", "optimizer"])
 def test_a_checkpoint_of_another_network_or_optimizer_is_refused_in_one_line(script, refused, run_copy, change):
     config, run_dir = run_copy
@@ -236,12 +244,12 @@ def test_a_checkpoint_of_another_network_or_optimizer_is_refused_in_one_line(scr
 
 
 def test_a_full_disk_is_said_in_one_line_and_leaves_the_last_checkpoint_good(script, command, tmp_path, monkeypatch):
-    # The second checkpoint finds no room, like any file of more than 1,000 bytes from then on.
+    # The second checkpoint finds no room, like any file of more than 100 bytes.
     config, save = tiny(script, run_dir=tmp_path / "run"), script.save_checkpoint
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def save_in_a_small_room(run_dir, state, seconds):
-        size = 1000 if int(state.update) == 4 else limits[0]
+        size = 100 if int(state.update) == 4 else limits[0]
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
         try:
             save(run_dir, state, seconds)

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import (
@@ -31,6 +30,7 @@ from conftest import (
     linear,
     load_state,
     only_cartpole,
+    own_text,
     random_rollout,
     read_metrics,
     tiny,
@@ -119,6 +119,7 @@ def test_result(script, finished):
     assert expected == (result["eval_return_mean"], result["eval_return_std"], result["eval_capped"])
 
 
+@own_text
 def test_the_result_of_a_run_of_one_update_is_json_too(script, tmp_path):
     script.train(tiny(script, total_frames=8, run_dir=tmp_path / "run"))
     assert strict_json(tmp_path / "run" / "result.json")["frames"] == 8
@@ -138,6 +139,7 @@ def test_the_same_seed_gives_the_same_run_whatever_the_evaluation(script, finish
     assert_same(load_state(script, again.run_dir, again), load_state(script, config.run_dir, config))
 
 
+@own_text
 def test_another_seed_gives_another_run(script, finished, tmp_path):
     script.train(tiny(script, seed=4, run_dir=tmp_path / "run"))
     for row, other_row in zip(read_metrics(finished[0].run_dir), read_metrics(tmp_path / "run")):
@@ -255,6 +257,7 @@ def test_nothing_is_compiled_after_the_first_update(script, tmp_path, monkeypatc
     assert after_update == [after_update[0]] * 6
 
 
+@own_text
 def test_sps_counts_the_frames_of_this_process_after_its_first_update(script, tmp_path, monkeypatch):
     # Stoix#130, mesozoic-labs PR#369: on a clock of 1 second per rollout, SPS is the frames of a rollout.
     now, play = [0.0], script.rollout
@@ -275,6 +278,7 @@ def test_sps_counts_the_frames_of_this_process_after_its_first_update(script, tm
     assert [float(row["seconds"]) for row in rows] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
+@own_text
 def test_a_clock_that_stands_still_is_no_division_by_zero(script, tmp_path, monkeypatch):
     clock = {name: getattr(script.time, name) for name in ("time", "time_ns", "strftime", "sleep")}
     monkeypatch.setattr(script, "time", SimpleNamespace(**clock, monotonic=lambda: 5.0))
@@ -316,7 +320,8 @@ SWITCHES = {
 }
 
 
-@pytest.mark.parametrize("switch", ["JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_CHECK_TRACER_LEAKS"])
+@own_text
+@pytest.mark.parametrize("switch", ["JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_DISABLE_JIT"])
 def test_act_and_update_run_under_jaxs_switches(script, switch):
     config = tiny(script)
     rollout, next_obs = random_rollout(script, config)
@@ -402,6 +407,7 @@ def test_a_folder_for_compiled_programs_that_the_user_named_stays(script, comman
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
 
 
+@only_cartpole
 def test_importers_keep_their_settings_of_the_cache(script, tmp_path, monkeypatch):
     changed = []
     monkeypatch.setattr(jax.config, "update", lambda name, value: changed.append(name))
