@@ -264,7 +264,7 @@ def die_in(script, config, name, at, owner=None):
 
 @pytest.fixture(autouse=True)
 def optimize(request):
-    quick = jax.config.jax_disable_most_optimizations
+    quick = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", quick and request.module.__name__ not in OPTIMIZED)
     yield
     jax.config.update("jax_disable_most_optimizations", quick)

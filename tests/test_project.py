@@ -105,8 +105,8 @@ def test_every_setting_is_read(path):
     # A flag that nothing reads is a lie to its user. Those that a property of Config reads are read if that is.
     tree, config, settings = config_of(path)
     derived = {
-        node.name: {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
-        for node in config.body if isinstance(node, ast.FunctionDef) and node.name != "__post_init__"
+        node.targets[0].id: {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+        for node in config.body if isinstance(node, ast.Assign)
     }  # fmt: skip
     outside = [node for node in tree.body if node is not config]
     read = {node.attr for part in outside for node in ast.walk(part) if isinstance(node, ast.Attribute)}
