@@ -515,10 +515,9 @@ def report(config, params, run_dir):
     cut = f", {capped} cut at {config.eval_max_steps:,} steps (--eval-max-steps)" if capped else ""
     kind = "greedy" if config.eval_greedy else "sampled"
     say(f"{kind} return over {len(returns)} episodes: {mean:.1f} +- {std:.1f}{cut}; see {run_dir}")
-    pictures = []
     try:
         if jax.process_index() == 0:
-            evaluate(replace(config, eval_max_steps=500), params, 1, config.seed, pictures)
+            evaluate(replace(config, eval_max_steps=500), params, 1, config.seed, pictures := [])
             pictures[0].save(run_dir / "agent.gif", save_all=True, append_images=pictures[2::2], duration=130, loop=0)
     except Exception as error:  # a picture is not worth a finished run
         say("no agent.gif:", " ".join(repr(error).split()), file=sys.stderr)
@@ -697,7 +696,9 @@ def learn(config, envs, run_dir, file):
         return update_global(state, to_global(data, pspecs=by_step), to_global(obs, pspecs=by_env))
 
     one = np.zeros((1, *envs.single_observation_space.shape), np.uint8)
-    state = jax.jit(partial(init_state, network, optimizer), out_shardings=same)(one, config.seed)
+    quick = {"xla_backend_optimization_level": 0}  # init runs once, so to optimize it takes longer
+    init_fn = jax.jit(partial(init_state, network, optimizer), out_shardings=same, compiler_options=quick)
+    state = init_fn(one, config.seed)
     if (run_dir / "checkpoint.msgpack").exists():
         saved, seconds = load_checkpoint(run_dir, state)
         state = jax.device_put(saved, same)
@@ -717,10 +718,9 @@ def learn(config, envs, run_dir, file):
             sps = (number - first) * config.batch_size / max(seconds - compiled, 1e-9)
             row = {"frames": frames, "seconds": round(seconds, 3), "charts/SPS": sps or np.nan}
             row |= finished_games(envs.env)
-            finite = metrics.pop("finite")
             if leader:
-                recorder.record(row | metrics)
-            if not finite:
+                recorder.record(row | {name: x for name, x in metrics.items() if "/" in name})
+            if not metrics["finite"]:
                 raise FloatingPointError(f"loss or parameters not finite after {frames:,} frames, so not saved")
             if leader and ((number + 1) % config.checkpoint_every == 0 or number + 1 == config.num_updates):
                 save_checkpoint(run_dir, state, seconds)

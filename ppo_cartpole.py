@@ -338,7 +338,7 @@ def check_finite(name, x, start):
 
 def evaluate(config, params, episodes, seed, pictures=None):
     """Play whole episodes with the most likely actions, each in its own environment: else short ones come first.
-    pictures: a list, to which those of the first episode are added. Returns a dict of arrays [episodes]: returns,
+    pictures: a list, which gets every second one of the first episode. Returns a dict of arrays [episodes]: returns,
     float64, undiscounted; lengths, int, in frames; capped, bool, where config.eval_max_steps cut the episode."""
     envs = make_envs(config, episodes, **({} if pictures is None else {"render_mode": "rgb_array"}))
     network = make_network(envs)
@@ -346,7 +346,7 @@ def evaluate(config, params, episodes, seed, pictures=None):
     obs, _ = envs.reset(seed=env_seed(seed, -1))
     returns, lengths, playing = np.zeros(episodes), np.zeros(episodes, int), np.ones(episodes, bool)
     while playing.any() and lengths.max() < config.eval_max_steps:
-        if pictures is not None:
+        if pictures is not None and lengths[0] % 2 == 0:
             pictures.append(Image.fromarray(envs.render()[0]).reduce(2))
         obs, reward, terminated, truncated, _ = envs.step(np.asarray(choose(params, obs)))
         returns += np.where(playing, reward, 0.0)
@@ -364,11 +364,10 @@ def report(config, params, run_dir):
     print(f"greedy return over {len(returns)} episodes: {mean:.1f} +- {std:.1f}{cut}; see {run_dir}")
     # pygame, which draws CartPole and its kin, must not open a window or a sound device, nor greet.
     os.environ.update(SDL_VIDEODRIVER="dummy", SDL_AUDIODRIVER="dummy", PYGAME_HIDE_SUPPORT_PROMPT="1")
-    pictures = []
     try:
         with warnings.catch_warnings(action="ignore"):  # Gymnasium's, which take several lines to say it
-            evaluate(replace(config, eval_max_steps=250), params, 1, config.seed, pictures)
-        pictures[0].save(run_dir / "agent.gif", save_all=True, append_images=pictures[2::2], duration=40, loop=0)
+            evaluate(replace(config, eval_max_steps=250), params, 1, config.seed, pictures := [])
+        pictures[0].save(run_dir / "agent.gif", save_all=True, append_images=pictures[1:], duration=40, loop=0)
     except Exception as error:  # a picture is not worth a finished run
         print("no agent.gif:", " ".join(repr(error).split()), file=sys.stderr)
     return dict(eval_return_mean=mean, eval_return_std=std, eval_episodes=len(returns), eval_capped=capped)
@@ -508,7 +507,9 @@ def learn(config, envs, run_dir, file):
     network, optimizer = make_network(envs), make_optimizer(config)
     act_fn = jax.jit(partial(act, network.apply))
     update_fn = jax.jit(partial(update, config, network.apply, optimizer), donate_argnums=0)
-    state = jax.jit(partial(init_state, network, optimizer))(envs.observation_space.sample(), config.seed)
+    quick = {"xla_backend_optimization_level": 0}  # init runs once, so to optimize it takes longer
+    init_fn = jax.jit(partial(init_state, network, optimizer), compiler_options=quick)
+    state = init_fn(envs.observation_space.sample(), config.seed)
     if (run_dir / "checkpoint.msgpack").exists():
         state, seconds = load_checkpoint(run_dir, state)
         began -= seconds
@@ -530,9 +531,8 @@ def learn(config, envs, run_dir, file):
             for name, queue in (("return", envs.return_queue), ("length", envs.length_queue)):
                 row[f"charts/episodic_{name}"] = np.mean(queue or np.nan)
                 queue.clear()
-            finite = metrics.pop("finite")
-            recorder.record(row | metrics)
-            if not finite:
+            recorder.record(row | {name: x for name, x in metrics.items() if "/" in name})
+            if not metrics["finite"]:
                 raise FloatingPointError(f"loss or parameters not finite after {frames:,} frames, so not saved")
             if (number + 1) % config.checkpoint_every == 0 or number + 1 == config.num_updates:
                 save_checkpoint(run_dir, state, seconds)

@@ -502,10 +502,10 @@ def report(config, params, run_dir):
     mean, std, score = returns.mean().item(), returns.std().item(), scores.mean().item()
     cut = f", {capped.sum()} cut at {config.eval_max_steps:,} steps (--eval-max-steps)" if capped.any() else ""
     print(f"greedy return over {len(returns)} episodes: {mean:.1f} +- {std:.1f}, {score:g} pipes{cut}; see {run_dir}")
-    pictures, time_of_one = [], 1000 * config.frame_skip // 30  # in milliseconds
+    pause = 1000 * config.frame_skip // 30  # in milliseconds
     try:
-        evaluate(replace(config, eval_max_steps=250), params, 1, config.seed, pictures)
-        pictures[0].save(run_dir / "agent.gif", save_all=True, append_images=pictures, duration=time_of_one, loop=0)
+        evaluate(replace(config, eval_max_steps=250), params, 1, config.seed, pictures := [])
+        pictures[0].save(run_dir / "agent.gif", save_all=True, append_images=pictures[1:], duration=pause, loop=0)
     except Exception as error:  # a picture is not worth a finished run
         print("no agent.gif:", " ".join(repr(error).split()), file=sys.stderr)
     counts = dict(eval_score_mean=score, eval_episodes=len(returns), eval_capped=capped.sum().item())
@@ -646,7 +646,9 @@ def learn(config, envs, run_dir, file):
     network, optimizer = make_network(envs), make_optimizer(config)
     act_fn = jax.jit(partial(act, network.apply))
     update_fn = jax.jit(partial(update, config, network.apply, optimizer), donate_argnums=0)
-    state = jax.jit(partial(init_state, network, optimizer))(envs.observation_space.sample(), config.seed)
+    quick = {"xla_backend_optimization_level": 0}  # init runs once, so to optimize it takes longer
+    init_fn = jax.jit(partial(init_state, network, optimizer), compiler_options=quick)
+    state = init_fn(envs.observation_space.sample(), config.seed)
     if (run_dir / "checkpoint.msgpack").exists():
         state, seconds = load_checkpoint(run_dir, state)
         began -= seconds
@@ -668,9 +670,8 @@ def learn(config, envs, run_dir, file):
             for name, queue in zip(("return", "length", "score"), queues):
                 row[f"charts/episodic_{name}"] = np.mean(queue or np.nan)
                 queue.clear()
-            finite = metrics.pop("finite")
-            recorder.record(row | metrics)
-            if not finite:
+            recorder.record(row | {name: x for name, x in metrics.items() if "/" in name})
+            if not metrics["finite"]:
                 raise FloatingPointError(f"loss or parameters not finite after {frames:,} frames, so not saved")
             if (number + 1) % config.checkpoint_every == 0 or number + 1 == config.num_updates:
                 save_checkpoint(run_dir, state, seconds)
