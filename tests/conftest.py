@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Programs that run for a moment are compiled quickly rather than well; not so where the numbers are what is tested.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-OPTIMIZED = ("test_gae", "test_loss", "test_update", "test_atari", "test_flappy", "test_learning")
+OPTIMIZED = ("test_gae", "test_loss", "test_update", "test_learning")
 
 import flax.linen as nn
 import gymnasium as gym

@@ -17,6 +17,8 @@ import ppo_atari as ppo
 import ppo_cartpole
 import ppo_flappy
 
+only_atari = pytest.mark.parametrize("script", ["atari"], indirect=True)
+RealNetwork = ppo.ActorCritic
 NOOP, FIRE, UP = ale_py.Action.NOOP, ale_py.Action.FIRE, ale_py.Action.UP
 
 
@@ -583,7 +585,9 @@ def test_the_line_and_the_summary_of_an_evaluation_say_whether_it_was_greedy(
 # ----------------------------------------------------------------------------------------- whole runs
 
 
-def test_two_updates_with_the_real_network_end_to_end(tmp_path):
+@only_atari
+def test_two_updates_with_the_real_network_end_to_end(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo, "ActorCritic", RealNetwork)  # not the small one of the fixture
     config = tiny(ppo, total_frames=16, run_dir=tmp_path / "run")
     result = ppo.train(config)
     rows = read_metrics(tmp_path / "run")
@@ -594,15 +598,16 @@ def test_two_updates_with_the_real_network_end_to_end(tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["repeat_action_probability"] == 0.0
 
 
-def test_another_game_trains_with_its_own_actions(tmp_path, monkeypatch):
-    monkeypatch.setattr(ppo, "ActorCritic", SmallNetwork)
+@only_atari
+def test_another_game_trains_with_its_own_actions(script, tmp_path):
     config = tiny(ppo, env_id="ALE/Breakout-v5", total_frames=16, run_dir=tmp_path / "run")
     result = ppo.train(config)
     assert (result["env_id"], result["frames"], result["eval_episodes"]) == ("ALE/Breakout-v5", 16, 2)
     assert 0 < float(read_metrics(config.run_dir)[0]["losses/entropy"]) <= np.log(4)
 
 
-def test_training_resumed_training_and_evaluation_play_games_of_their_own(tmp_path, monkeypatch):
+@only_atari
+def test_training_resumed_training_and_evaluation_play_games_of_their_own(script, tmp_path, monkeypatch):
     seeds, reset = [], ppo.AtariEnvs.reset
 
     def note(envs, *, seed=None, options=None):
@@ -610,7 +615,6 @@ def test_training_resumed_training_and_evaluation_play_games_of_their_own(tmp_pa
         return reset(envs, seed=seed, options=options)
 
     monkeypatch.setattr(ppo.AtariEnvs, "reset", note)
-    monkeypatch.setattr(ppo, "ActorCritic", SmallNetwork)
     config = tiny(ppo, run_dir=tmp_path / "run")
     die_in(ppo, config, "save_checkpoint", at=1)
     ppo.main(["--resume", config.run_dir])

@@ -320,8 +320,10 @@ SWITCHES = {
 }
 
 
-@own_text
-@pytest.mark.parametrize("switch", ["JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_DISABLE_JIT"])
+@pytest.mark.parametrize("script, switch", [  # CartPole without jit: above
+    ("cartpole", "JAX_DEBUG_NANS"), ("cartpole", "JAX_DEBUG_INFS"), ("atari", "JAX_DEBUG_NANS"),
+    ("atari", "JAX_DEBUG_INFS"), ("atari", "JAX_DISABLE_JIT"),
+], indirect=["script"])  # fmt: skip
 def test_act_and_update_run_under_jaxs_switches(script, switch):
     config = tiny(script)
     rollout, next_obs = random_rollout(script, config)
