@@ -497,7 +497,7 @@ def train(config):
         try:
             return learn(config, envs, run_dir, file)
         except BaseException as error:
-            error.add_note(f"--resume {run_dir} goes on from its checkpoint, or the start")
+            error.add_note(f"--resume {run_dir} goes on from {next(run_dir.glob('*.msgpack'), 'the start')}")
             raise
 
 
@@ -586,7 +586,7 @@ def main(args=None):
         try:
             jax.devices()
         except Exception as error:  # JAX raises several kinds
-            raise UsageError(f"JAX_PLATFORMS={jax.config.jax_platforms}: {error!r}; =cpu takes the CPU") from None
+            raise UsageError(f"no device for JAX_PLATFORMS={jax.config.jax_platforms}: {error!r}; try cpu") from None
         evaluate_run(config) if config.evaluate else train(config)
         return 0
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
