@@ -147,7 +147,7 @@ def judge(new, old, edges):
         row["z"] = (row["here"] - row["reference"]) / max(there.std(), FLOOR * abs(row["reference"]), 1e-12)
         rows.append({name: x if name in ("column", "window") else float(x) for name, x in row.items()})
     found = [row for row in rows if row["p"] <= ALPHA]
-    returns = [row["here"] > row["reference"] for row in found if row["column"] in RETURNS]
+    returns = [row["z"] > 0 for row in found if row["column"] in RETURNS and not math.isnan(row["z"])]
     # Better in one window and worse in another is for a person to look at.
     verdict = "REGRESSION" if not all(returns) else "BETTER" if returns else "CHANGED" if found else "CONSISTENT"
     return verdict, rows
@@ -198,6 +198,7 @@ def check_runs(run_dirs, curves=CURVES):
     if shared := [run.seed for run in old if run.seed in own]:
         notes.append(f"the reference's own runs of seeds {', '.join(map(str, shared))} are left out")
         old = [run for run in old if run.seed not in own]
+    require_enough(len(old), len(runs))
     edges = edges_of(len(old[0].columns["frames"]))
     verdict, rows = judge(runs, old, edges)
     updates = [0, *(old[0].columns["frames"] / (meta["settings"]["num_envs"] * meta["settings"]["num_steps"]))]

@@ -2,7 +2,7 @@
 
     python benchmark/faults.py ppo_cartpole                       # all that faults.json lacks of one script
     python benchmark/faults.py ppo_flappy --only gamma-ignored    # one fault
-    python benchmark/faults.py ppo_atari --list                   # their names
+    python benchmark/faults.py ppo_atari --parts start            # by the starts alone
 
 A fault is a replacement in the text of a script that must match exactly once, so it cannot silently do nothing.
 Start: check.py --start on the faulty script. Shape: check.py on 3 finished runs; on pixels only what the start has
@@ -54,8 +54,10 @@ FAULTS = (
           "jax.device_get(choice), ~ended", "jax.device_get(choice), ended | True"),
     Fault("a", "reset-rows-not-masked", "rows in which the game reset are learned from",
           "decided = ~(self.game_over | self.press)", "decided = ~self.press"),
-    Fault("cfa", "truncation-as-termination", "a time limit counts as the end of all rewards",
+    Fault("cf", "truncation-as-termination", "a time limit counts as the end of all rewards",
           "np.float32(reward), terminated, ended", "np.float32(reward), ended, ended"),
+    Fault("a", "truncation-as-termination", "a time limit, which no game here meets, counts as the end of all rewards",
+          "terminated, terminated | truncated, info", "terminated | truncated, terminated | truncated, info"),
     Fault("cfa", "terminated-ignored", "termination is bootstrapped like a time limit",
           "jnp.where(terminated, 0.0, next_values)", "next_values"),
     Fault("cfa", "done-shifted", "the end of an episode is read one step late",
@@ -168,7 +170,6 @@ class Args:
     script: Annotated[str, tyro.conf.Positional]  # name of a script, without .py
     only: tuple[str, ...] = ()  # names of faults, instead of all
     parts: tuple[str, ...] = ("start", "shape", "tests")  # by whom they may be seen
-    list: bool = False  # print the names and leave
     curves: Path = CURVES  # the reference
     out: Path = HERE / "faults.json"  # the result
     runs: Path = ROOT / "runs" / "benchmark" / "faults"  # where the faulty scripts and their runs go
@@ -288,13 +289,9 @@ def main(args=None):
     args = tyro.cli(Args, args=args, description=__doc__)
     faults = faults_of(args.script)
     try:
-        unknown = {args.script, *args.only, *args.parts} - {*SHAPES, *PARTS, *(fault.name for fault in faults)}
-        if unknown:
-            known = f"scripts are {', '.join(SHAPES)}; parts {', '.join(PARTS)}; --list names the faults"
-            raise NotComparable(f"unknown: {', '.join(sorted(unknown))}; {known}")
-        if args.list:
-            print("\n".join(f"{fault.name}: {fault.what}" for fault in faults))
-            return 0
+        known = [*SHAPES, *PARTS, *(fault.name for fault in faults)]
+        if unknown := {args.script, *args.only, *args.parts} - set(known):
+            raise NotComparable(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
         source = (ROOT / f"{args.script}.py").read_text()
         for fault in faults:
             plant(fault, source)  # all of them match, or nothing is run
