@@ -71,6 +71,7 @@ class Args:
     run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()  # finished runs, all with the same settings
     start: Path | None = None  # a script whose first updates are compared with the recorded ones
     seeds: int | None = None  # of a start: play this many of the recorded seeds in place of the usual number
+    jobs: int | None = None  # of a start: runs at a time, as many as there are cores by default
     json: bool = False  # print JSON instead of words
     curves: Path = CURVES  # where the reference runs are
 
@@ -252,7 +253,7 @@ def original_of(script):
     return max(ROOT.glob("ppo_*.py"), key=lambda path: len(lines & set(path.read_text().splitlines()))).stem
 
 
-def play_starts(script, wanted, folder):
+def play_starts(script, wanted, folder, at_once=None):
     """Play the first updates of wanted = {setting: (flags, seeds)}, in `folder`. Returns {setting: [Run]}."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # where the record was made; other devices round in other ways
     jobs, runs = {}, {name: [] for name in wanted}
@@ -261,7 +262,7 @@ def play_starts(script, wanted, folder):
             run_dir = folder / f"{name}__{seed}"
             command = [sys.executable, str(script), "--seed", str(seed), "--run-dir", str(run_dir), *flags]
             jobs[name, seed] = Job(command, run_dir, rows=UPDATES)
-    for job, code, _ in side_by_side(jobs.values()):
+    for job, code, _ in side_by_side(jobs.values(), at_once):
         if code or not (job.run_dir / "metrics.csv").exists():
             raise NotComparable(f"{script} stopped with exit code {code}: {last_line(job.log)}")
     for (name, _), job in jobs.items():
@@ -302,7 +303,7 @@ def compare_start(runs, recorded):
     return answer
 
 
-def check_start(script, curves=CURVES, seeds=None):
+def check_start(script, curves=CURVES, seeds=None, at_once=None):
     """The answers on all recorded settings of a script, {setting: dict}. Raises NotComparable."""
     if not script.is_file():
         raise NotComparable(f"--start {script}: there is no such script")
@@ -314,7 +315,7 @@ def check_start(script, curves=CURVES, seeds=None):
     for name, (meta, runs) in recorded.items():
         wanted[name] = meta["flags"], [run.seed for run in runs[: seeds or meta["check_seeds"]]]
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
-        played = play_starts(script, wanted, Path(folder))
+        played = play_starts(script, wanted, Path(folder), at_once)
     answers = {}
     for name, (meta, runs) in recorded.items():
         versions = {package: importlib.metadata.version(package) for package in meta["versions"]}
@@ -380,7 +381,7 @@ def main(args=None):
         if bool(args.start) == bool(args.run_dirs):
             raise NotComparable("name run directories, or a script with --start")
         if args.start:
-            answer = check_start(args.start, args.curves, args.seeds)
+            answer = check_start(args.start, args.curves, args.seeds, args.jobs)
         else:
             answer = check_runs(args.run_dirs, args.curves)
     except NotComparable as error:

@@ -56,7 +56,7 @@ FAULTS = (
           "decided = ~(self.game_over | self.press)", "decided = ~self.press"),
     Fault("cf", "truncation-as-termination", "a time limit counts as the end of all rewards",
           "np.float32(reward), terminated, ended", "np.float32(reward), ended, ended"),
-    Fault("a", "truncation-as-termination", "a time limit, which no game here meets, counts as the end of all rewards",
+    Fault("a", "truncation-as-termination", "a time limit, which no game here meets, counts as the end of rewards",
           "terminated, terminated | truncated, info", "terminated | truncated, terminated | truncated, info"),
     Fault("cfa", "terminated-ignored", "termination is bootstrapped like a time limit",
           "jnp.where(terminated, 0.0, next_values)", "next_values"),

@@ -125,7 +125,7 @@ def job_for(script, flags, seed, run_dir, stale):
         job["resumed"] = True
     else:
         shutil.rmtree(run_dir, ignore_errors=True)
-        command, job = ["--seed", str(seed), "--run-dir", str(run_dir), *flags], now | {"whole_seconds": 0.0}
+        command, job = ["--seed", str(seed), "--run-dir", str(run_dir), *flags], now
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     write_json(job_path(run_dir), job)
     return Job([sys.executable, str(script), *command], run_dir)
@@ -138,11 +138,9 @@ def run_seeds(script, seeds, flags, runs, at_once=None, stale="refuse", say=prin
     at_once = max(1, min(at_once or len(usable_cores()), len(waiting)))
     say(f"{script.stem}: {len(seeds)} seeds, {len(waiting)} to run, {at_once} at once", flush=True)
     for job, code, seconds in side_by_side(filter(None, jobs.values()), at_once):
-        record, seed = read_job(job.run_dir), waiting[job.run_dir]
-        record["whole_seconds"] = round(record["whole_seconds"] + seconds, 1)
-        write_json(job_path(job.run_dir), record | {"date": time.strftime("%Y-%m-%d"), "at_once": at_once})
-        if code:
-            failed[seed] = code
+        seed, ended = waiting[job.run_dir], {"date": time.strftime("%Y-%m-%d"), "at_once": at_once}
+        write_json(job_path(job.run_dir), read_job(job.run_dir) | ended)
+        failed |= {seed: code} if code else {}
         ending = f"failed, exit code {code}: {last_line(job.log)}" if code else "finished"
         say(f"seed {seed} {ending}, {seconds:.0f} s", flush=True)
     return failed
