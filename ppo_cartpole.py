@@ -259,7 +259,7 @@ def make_optimizer(config):
 
 
 def init_state(network, optimizer, obs, seed):
-    """The TrainState at the start of a run; obs: [N, ...], any observations."""
+    """The TrainState at the start of a run; obs: [N, ...], any. Runs once: to optimize it takes longer."""
     params_key, key = jax.random.split(jax.random.key(seed))
     params = network.init(params_key, obs)
     return TrainState(params, optimizer.init(params), key, jnp.int32(0))
@@ -270,8 +270,7 @@ def update(config, apply_fn, optimizer, state, rollout, next_obs):
     state: TrainState; rollout: Rollout [T, N]; next_obs: [N, ...], after the last step. Returns
     (TrainState, metrics): scalars as in metrics.csv, losses averaged; "finite", False if lost."""
     _, next_value = apply_fn(state.params, next_obs)
-    rewards = config.reward_scale * rollout.reward
-    ends = rollout.terminated, rollout.done
+    rewards, ends = config.reward_scale * rollout.reward, (rollout.terminated, rollout.done)
     advantages, targets = compute_gae(rewards, rollout.value, next_value, *ends, config.gamma, config.gae_lambda)
     batch = Batch(rollout.obs, rollout.action, rollout.log_prob, advantages, targets, rollout.valid)
     batch = jax.tree.map(lambda x: x.reshape(config.batch_size, *x.shape[2:]), batch)
@@ -383,7 +382,7 @@ def make_run_dir(config):
             break
         except OSError as error:
             check(isinstance(error, FileExistsError) and not config.run_dir, f"--run-dir {run_dir}: {error}")
-    taken = (run_dir / "config.json").exists() or (run_dir / "evaluation.json").exists()
+    taken = [*run_dir.glob("config.json"), *run_dir.glob("evaluation.json")]
     check(not taken, f"--run-dir {run_dir} already holds a run; --resume {run_dir} goes on with it")
     return run_dir
 
@@ -412,6 +411,8 @@ def write(file, data):
         file.write(data)
         file.flush()
     except OSError as error:
+        with contextlib.suppress(OSError):
+            file.close()  # now, since it would fail again later
         raise OSError(error.errno, error.strerror, file.name) from None
 
 
@@ -497,7 +498,7 @@ def train(config):
         try:
             return learn(config, envs, run_dir, file)
         except BaseException as error:
-            error.add_note(f"--resume {run_dir} goes on from its checkpoint, or the start")
+            error.add_note(f"--resume {run_dir} goes on from {next(run_dir.glob('*.msgpack'), 'the start')}")
             raise
 
 
@@ -507,8 +508,7 @@ def learn(config, envs, run_dir, file):
     network, optimizer = make_network(envs), make_optimizer(config)
     act_fn = jax.jit(partial(act, network.apply))
     update_fn = jax.jit(partial(update, config, network.apply, optimizer), donate_argnums=0)
-    quick = {"xla_backend_optimization_level": 0}  # init runs once, so to optimize it takes longer
-    init_fn = jax.jit(partial(init_state, network, optimizer), compiler_options=quick)
+    init_fn = jax.jit(partial(init_state, network, optimizer), compiler_options={"xla_backend_optimization_level": 0})
     state = init_fn(envs.observation_space.sample(), config.seed)
     if (run_dir / "checkpoint.msgpack").exists():
         state, seconds = load_checkpoint(run_dir, state)
@@ -586,7 +586,7 @@ def main(args=None):
         try:
             jax.devices()
         except Exception as error:  # JAX raises several kinds
-            raise UsageError(f"JAX_PLATFORMS={jax.config.jax_platforms}: {error!r}; =cpu takes the CPU") from None
+            raise UsageError(f"no device for JAX_PLATFORMS={jax.config.jax_platforms}: {error!r}; try cpu") from None
         evaluate_run(config) if config.evaluate else train(config)
         return 0
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:

@@ -1,17 +1,20 @@
-"""What the programs in this folder share: curves on disk, the numbers taken from a run, and the statistics.
+"""What the programs of this folder share: runs on disk, side by side on the cores of this machine, and tables.
 
-One curve is the training return of one seed. A folder curves/<script>/<env>/ holds one curve per seed, what
-the greedy evaluation of each gave (results.csv), and how all of it came about (meta.json). Needs NumPy alone,
-so that check.py starts quickly.
+A folder curves/<script>/<name>/ holds what is known of one group of settings:
+  runs.csv, runs.json    whole runs of several seeds: metrics.csv of each, and how all of it came about
+  start.csv, start.json  the first three updates of several seeds, in the same form
+Needs NumPy alone, so that check.py begins quickly and speed.py runs in other environments too.
 """
 
 import csv
+import hashlib
 import json
 import math
 import os
 import platform
+import subprocess
 import sys
-from itertools import combinations
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,34 +23,29 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CURVES = HERE / "curves"
-MAX_ROWS = 200  # of a curve on disk: enough for a figure and for every statistic
+MAX_ROWS = 200  # of a run on disk: a longer one keeps means over several updates
+TIMES = ("seconds", "charts/SPS")  # columns of metrics.csv that say nothing about learning
 # They do not change what is learned.
 NOT_SETTINGS = ("seed", "run_dir", "resume", "evaluate", "checkpoint_every", "distributed", "coordinator_address",
                 "num_processes", "process_id")  # fmt: skip
-ALPHA = 0.05  # false alarms that check.py allows itself
 
 
 class Run(NamedTuple):
-    """What is kept of one finished run."""
+    """What is kept of one run."""
 
     name: str
     seed: int
-    frames: np.ndarray  # int [R], the frames played up to each row
-    columns: dict  # {name: float [R]}, "episodic_return" and its kin; NaN where no episode ended
-    result: dict  # result.json: frames, seconds, eval_*
+    columns: dict  # {name of metrics.csv, "frames" first: float [R]}; NaN where a cell is empty
+    result: dict  # the numbers of result.json: seconds, eval_return_mean, ...; {} of a start
     settings: dict  # config.json without NOT_SETTINGS
     versions: dict  # of the packages that it ran with
 
 
 class NotComparable(ValueError):
-    """There is nothing to compare a run with, or comparing would mean nothing; the message says why."""
+    """Wrong input: there is nothing to compare or keep; the message says why, in one line."""
 
 
-# ------------------------------------------------------------------------------------ reading and writing
-
-
-def settings_of(config):
-    return {name: value for name, value in config.items() if name not in NOT_SETTINGS}
+# ------------------------------------------------------------------------------------- reading and writing
 
 
 def differences(settings, other):
@@ -57,86 +55,89 @@ def differences(settings, other):
 
 
 def read_table(path):
-    """{column: float array} of a CSV file of numbers; NaN where a cell is empty."""
+    """{column: float [R]} of a CSV file of numbers; NaN where a cell is empty."""
     with open(path, newline="") as file:
         rows = list(csv.reader(file))
-    if len(rows) < 2:
-        raise NotComparable(f"{path} has no rows")
+    if len(rows) < 2 or any(len(row) != len(rows[0]) for row in rows):
+        raise NotComparable(f"{path} has no rows, or a row that breaks off")
     return dict(zip(rows[0], np.array([[float(cell or "nan") for cell in row] for row in rows[1:]]).T))
 
 
-def compact(frames, values, max_rows=MAX_ROWS):
-    """At most max_rows rows, each the mean of as many updates as it takes; NaN where none has a value."""
-    size = math.ceil(len(frames) / max_rows)
-    edges = range(0, len(frames), size)
-    parts = [values[i : i + size][~np.isnan(values[i : i + size])] for i in edges]
-    means = np.array([part.mean() if len(part) else np.nan for part in parts])
-    return np.array([frames[i : i + size][-1] for i in edges]).astype(int), means
+def compact(columns):
+    """The columns with at most MAX_ROWS rows, each the mean of as many as it takes; rounded like a file's cells."""
+    size = math.ceil(len(columns["frames"]) / MAX_ROWS)
+    edges = range(0, len(columns["frames"]), size)
+
+    def mean(part):
+        part = part[~np.isnan(part)]
+        return float(f"{part.mean():.6g}") if len(part) else np.nan
+
+    rows = {name: np.array([mean(x[i : i + size]) for i in edges]) for name, x in columns.items()}
+    return rows | {"frames": np.array([columns["frames"][i : i + size][-1] for i in edges])}
 
 
-def read_run(run_dir):
-    """The Run in a run directory of a script. Raises NotComparable if it is not finished, or no such thing."""
+def read_run(run_dir, whole=True):
+    """The Run in a run directory of a script; not whole: one that was stopped. Raises NotComparable."""
     run_dir = Path(run_dir)
     try:
-        config, result = (json.loads((run_dir / name).read_text()) for name in ("config.json", "result.json"))
-        table = read_table(run_dir / "metrics.csv")
-        seed, evaluated, _ = config["seed"], float(result["eval_return_mean"]), table["charts/episodic_return"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = json.loads((run_dir / "config.json").read_text())
+        result = json.loads((run_dir / "result.json").read_text()) if whole else {}
+        columns = {name: x for name, x in read_table(run_dir / "metrics.csv").items() if name not in TIMES}
+        versions, seed = result.get("versions", {}), config["seed"]
+        numbers = {name: x for name, x in result.items() if type(x) in (int, float) and name != "seed"}
+        if whole and not math.isfinite(numbers["eval_return_mean"]):
+            raise ValueError(f"the evaluation gave {numbers['eval_return_mean']}")
+        columns = compact({"frames": columns["frames"]} | columns)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise NotComparable(f"{run_dir} is not a finished run of these scripts: {error!r}") from None
-    if not math.isfinite(evaluated):
-        raise NotComparable(f"{run_dir}: the evaluation gave {evaluated}")
-    names = [name for name in table if name.startswith("charts/episodic_")]
-    # Rounded like the curves on disk, so that a reference run is exactly itself.
-    pairs = {name.removeprefix("charts/"): compact(table["frames"], table[name]) for name in names}
-    columns = {name: np.array([float(f"{x:.6g}") for x in values]) for name, (_, values) in pairs.items()}
-    frames = pairs["episodic_return"][0]
-    return Run(str(run_dir), seed, frames, columns, result, settings_of(config), result.get("versions", {}))
+    settings = {name: value for name, value in config.items() if name not in NOT_SETTINGS}
+    return Run(str(run_dir), seed, columns, numbers, settings, versions)
 
 
-def write_curve(path, run):
-    cells = [["" if math.isnan(x) else f"{x:.6g}" for x in values] for values in run.columns.values()]
-    rows = [["frames", *run.columns], *zip(run.frames.tolist(), *cells)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
+def read_reference(folder, kind="runs"):
+    """(meta, list of Run in the order of seeds) of a folder of curves; kind: "runs" or "start"."""
+    meta, table = json.loads((folder / f"{kind}.json").read_text()), read_table(folder / f"{kind}.csv")
+    seeds, runs = table.pop("seed"), []
+    for seed in sorted(map(int, meta["seeds"])):
+        columns = {name: x[seeds == seed] for name, x in table.items()}
+        result = meta["seeds"][str(seed)]["result"]
+        runs.append(Run(f"seed {seed}", seed, columns, result, meta["settings"], meta["versions"]))
+    return meta, runs
+
+
+def write_reference(folder, kind, meta, runs):
+    """Both files of a kind. meta["seeds"] says how each run came about; its numbers are added here."""
+    for run in runs:
+        meta["seeds"][str(run.seed)]["result"] = run.result
+    names = list(dict.fromkeys(name for run in runs for name in run.columns))
+    lines = [["seed", *names]]
+    for run in runs:
+        gap = np.full(len(run.columns["frames"]), np.nan)
+        cells = [[f"{x:.10g}" if x == x else "" for x in run.columns.get(name, gap)] for name in names]
+        lines += zip([run.seed] * len(gap), *cells)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{kind}.csv").write_text("".join(",".join(map(str, line)) + "\n" for line in lines))
+    write_json(folder / f"{kind}.json", meta)
 
 
 def write_json(path, content):
     """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(temporary, path)
 
 
-def folder_name(env_id, label=""):
-    return env_id.replace("/", "-") + (f"__{label}" if label else "")
+def references(curves=CURVES, kind="runs", script="*"):
+    """The folders that hold reference runs, or recorded starts."""
+    return sorted(path.parent for path in Path(curves).glob(f"{script}/*/{kind}.json"))
 
 
-def read_reference(folder):
-    """(meta, list of Run), one per seed in the order of seeds, of a folder of curves."""
-    meta = json.loads((folder / "meta.json").read_text())
-    with open(folder / "results.csv", newline="") as file:
-        results = {row["seed"]: row for row in csv.DictReader(file)}
-    runs = []
-    for seed in sorted(meta["seeds"], key=int):
-        table = read_table(folder / f"seed_{seed}.csv")
-        frames = table.pop("frames").astype(int)
-        result = {name: float(cell) for name, cell in results[seed].items() if cell}
-        runs.append(Run(f"seed {seed}", int(seed), frames, table, result, meta["settings"], meta["versions"]))
-    return meta, runs
+def script_hash(path):
+    """Twelve hex digits of the script's content."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
 
 
-def references(curves=CURVES):
-    """The folders that hold reference curves."""
-    return sorted(path.parent for path in Path(curves).glob("*/*/meta.json"))
-
-
-def cpu_model():
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+# ------------------------------------------------------------------------------------------------- machine
 
 
 def usable_cores():
@@ -148,161 +149,87 @@ def usable_cores():
 
 def machine():
     """What a time depends on, without naming the host."""
-    return {"cpu": cpu_model(), "cores": len(usable_cores()), "system": platform.system()}
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.processor() or platform.machine()
+    return {"cpu": cpu, "cores": len(usable_cores()), "system": platform.system()}
 
 
-def peak_mib(usage):
-    """The peak memory in a resource usage, which counts bytes on macOS, else KiB."""
-    return usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+class Job(NamedTuple):
+    """A process to run."""
+
+    command: list
+    run_dir: Path  # which the process makes
+    rows: int = 0  # kill it once metrics.csv in run_dir has that many rows; 0: let it end
+
+    @property
+    def log(self):
+        """Its output, beside the run directory."""
+        return self.run_dir.with_name(self.run_dir.name + ".log")
 
 
-# -------------------------------------------------------------------------------------- numbers of one run
+def start_process(job, cores):
+    """Start a process that may use `cores` only: two that both see all of them get in each other's way."""
+    mine, pinned = usable_cores(), hasattr(os, "sched_setaffinity")
+    try:
+        if pinned:
+            os.sched_setaffinity(0, cores)  # inherited by the child; a preexec_fn would fork a process with threads
+        with open(job.log, "a") as log:
+            return subprocess.Popen(job.command, stdout=log, stderr=subprocess.STDOUT)
+    finally:
+        if pinned:
+            os.sched_setaffinity(0, mine)
 
 
-def filled(values):
-    """[R], gaps filled with the last value before them; those at the start with the first value there is."""
-    known = np.flatnonzero(~np.isnan(values))
-    if not len(known):
-        raise NotComparable("no episode ended in this run")
-    last = known[np.maximum(np.searchsorted(known, np.arange(len(values)), side="right") - 1, 0)]
-    return values[last]
+def side_by_side(jobs, at_once=None):
+    """Run jobs, each on cores of its own, `at_once` (as many as there are cores) at a time.
 
-
-def returns_of(run):
-    return filled(run.columns["episodic_return"])
-
-
-def final_return(run):
-    """The mean training return over the last 10% of the frames."""
-    return float(returns_of(run)[run.frames > 0.9 * run.frames[-1]].mean())
-
-
-def area(run):
-    """The area under the curve divided by its width: the mean training return of the whole run."""
-    return float(np.average(returns_of(run), weights=np.diff(run.frames, prepend=0)))
-
-
-def frames_to(run, threshold):
-    """The frames after which the return, averaged over 5% of the run, first reached `threshold`.
-
-    A run that never does counts as twice its budget: worse than any that does, and still a number.
+    Yields (job, exit code, seconds) of each that ended, 0 if it was killed at its row. If the caller stops or is
+    interrupted, the processes get SIGTERM, on which the scripts leave in good order.
     """
-    returns = returns_of(run)
-    window = max(1, round(0.05 * len(returns)))
-    padded = np.concatenate([np.full(window - 1, returns[0]), returns])
-    smooth = np.convolve(padded, np.full(window, 1 / window), mode="valid")
-    reached = np.flatnonzero(smooth >= threshold)
-    return float(run.frames[reached[0]] if len(reached) else 2 * run.frames[-1])
+    cores, waiting, running = usable_cores(), list(jobs), {}
+    at_once = max(1, min(at_once or len(cores), len(waiting)))
+    free = [cores[i::at_once] or [cores[i % len(cores)]] for i in range(at_once)]
+    try:
+        while waiting or running:
+            while waiting and free:
+                job, mine = waiting.pop(0), free.pop(0)
+                job.run_dir.parent.mkdir(parents=True, exist_ok=True)
+                running[start_process(job, mine)] = job, mine, time.monotonic()
+            time.sleep(0.05)
+            for process, (job, mine, began) in list(running.items()):
+                metrics, there = job.run_dir / "metrics.csv", False
+                if process.poll() is None and job.rows and metrics.exists():
+                    there = metrics.read_text().count("\n") > job.rows
+                    if there:
+                        process.kill()
+                        process.wait()
+                if process.poll() is not None:
+                    del running[process]
+                    free.append(mine)
+                    yield job, 0 if there else process.returncode, time.monotonic() - began
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
 
 
-class Scale(NamedTuple):
-    """What the runs of a reference say about the task."""
-
-    start: float  # the first return seen
-    end: float  # return at the end of training
-    threshold: float  # 80% of the way between them
+def last_line(path):
+    """The last line of a log: what a process that failed said about it."""
+    return (path.read_text().strip().splitlines() or ["(it said nothing)"])[-1]
 
 
-def scale_of(runs):
-    start = interquartile_mean([returns_of(run)[0] for run in runs])
-    end = interquartile_mean([final_return(run) for run in runs])
-    return Scale(start, end, start + 0.8 * (end - start))
+# -------------------------------------------------------------------------------------------------- words
 
 
-def statistics(run, scale):
-    """{name: value} of the four numbers that check.py compares."""
-    return {
-        "final training return": final_return(run),
-        "greedy evaluation": float(run.result["eval_return_mean"]),
-        "area under the curve": area(run),
-        "frames to threshold": frames_to(run, scale.threshold),
-    }
+def number(x):
+    return "empty" if math.isnan(x) else f"{x:,.0f}" if abs(x) >= 10_000 else f"{x:.4g}"
 
 
-# ---------------------------------------------------------------------------------------------- statistics
-
-
-def interquartile_mean(values, axis=0):
-    """The mean of the middle half: the lowest and the highest quarter (rounded down) are left out.
-
-    Agarwal et al. 2021, arXiv 2108.13264. A mean follows one lucky seed, a median ignores half of them.
-    """
-    values = np.sort(np.asarray(values, float), axis=axis)
-    cut = values.shape[axis] // 4
-    return np.take(values, range(cut, values.shape[axis] - cut), axis=axis).mean(axis)
-
-
-def bootstrap_interval(strata, level=0.95, draws=2000, seed=0):
-    """The interquartile mean's percentile bootstrap interval, stratified (arXiv 2108.13264).
-
-    Args:
-      strata: a list of arrays [seeds, ...], one for each environment; the seeds of each are drawn by
-        themselves, with replacement, and pooled. With one environment, seeds are all that is drawn.
-
-    Returns:
-      (low, high), each [...].
-    """
-    rng, means = np.random.default_rng(seed), []
-    for _ in range(draws):
-        drawn = [np.asarray(runs)[rng.integers(len(runs), size=len(runs))] for runs in strata]
-        means.append(interquartile_mean(np.concatenate(drawn)))
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    return low, high
-
-
-def choices_of(total, size, limit=5000, seed=0):
-    """[C, size]: the ways to choose `size` of `total`, the last ones first: all, or `limit` random ones."""
-    observed = np.arange(total - size, total)
-    if math.comb(total, size) <= limit:
-        others = np.array([choice for choice in combinations(range(total), size)])
-        return np.concatenate([observed[None], others[(others != observed).any(1)]])
-    rng = np.random.default_rng(seed)
-    return np.concatenate([observed[None], [rng.permutation(total)[:size] for _ in range(limit - 1)]])
-
-
-def permutation_test(reference, new, floor):
-    """Are the new runs worse than the reference in any statistic? One exact test, for one run or many.
-
-    If they were not, any m of the n + m runs could as well have been the new ones. Each choice of m runs
-    gets, for each statistic, a shortfall: how far their mean lies below that of all, in standard deviations.
-    The p-value of a statistic is the part of the choices whose *largest* shortfall over all statistics is at
-    least the one observed (Westfall and Young 1993, max-T), so the chance of a false alarm in any of the
-    statistics together stays at the level of the test, however much they depend on each other.
-
-    Args:
-      reference: [n, S], new: [m, S]; higher is better in all S statistics.
-      floor: [S], a standard deviation below which no difference matters; also keeps it above 0.
-
-    Returns:
-      p-values [S].
-    """
-    runs = np.concatenate([reference, new])
-    shortfall = (runs.mean(0) - runs) / np.maximum(runs.std(0), floor)
-    choices = choices_of(len(runs), len(new))
-    means = shortfall[choices].mean(1)  # [C, S]
-    largest = means.max(1)
-    return (largest[:, None] >= means[0] - 1e-9).mean(0)  # the observed choice counts too, so p is never 0
-
-
-def require_enough(n, m):
-    """Raise NotComparable if n reference and m new runs are too few: even the rarest choice is no alarm."""
-    if 1 / math.comb(n + m, m) > ALPHA + 1e-12:
-        raise NotComparable(f"{n} reference and {m} new runs are too few for a test at the {ALPHA:.0%} level")
-
-
-def prediction_bound(reference, m, floor, statistic):
-    """The value of one statistic, as a mean of m runs, below which it alone would be called a regression."""
-    center, low, high = reference.mean(0), 0.0, 1.0
-
-    def alarm(distance):
-        new = center.copy()
-        new[statistic] -= distance
-        return permutation_test(reference, np.tile(new, (m, 1)), floor)[statistic] <= ALPHA
-
-    step = max(reference[:, statistic].std(), floor[statistic])
-    while not alarm(high * step) and high < 1e6:
-        high *= 2
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (low, middle) if alarm(middle * step) else (middle, high)
-    return center[statistic] - high * step
+def fail(error):
+    """One line on stderr; returns the exit code of wrong input."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2
