@@ -28,7 +28,6 @@ from conftest import (
     frames_of,
     load_state,
     only_cartpole,
-    own_text,
     read_metrics,
     tiny,
     without_times,
@@ -93,7 +92,6 @@ def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_path
     assert calls == [("fsync", 100_000), ("replace", 0)]
 
 
-@own_text
 def test_a_resumed_run_starts_from_the_saved_state(script, tmp_path, monkeypatch):
     config, saved, started = tiny(script, run_dir=tmp_path / "run"), [], []
     save, play = script.save_checkpoint, script.rollout
@@ -216,7 +214,6 @@ def damage(path, how):
     path.write_bytes({"empty": b"", "short": data[:20], "half": data[:middle], "flipped": flipped}[how])
 
 
-@own_text
 @pytest.mark.parametrize("how", ["empty", "short", "half", "flipped"])
 def test_a_damaged_checkpoint_is_refused_in_one_line(script, refused, run_copy, how):
     _, run_dir = run_copy
@@ -226,7 +223,6 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(script, refused, run_copy, 
         assert str(run_dir / "checkpoint.msgpack") in line and "damaged" in line
 
 
-@own_text
 @pytest.mark.parametrize("change", ["shape", "layer", "optimizer"])
 def test_a_checkpoint_of_another_network_or_optimizer_is_refused_in_one_line(script, refused, run_copy, change):
     config, run_dir = run_copy

@@ -1,13 +1,16 @@
 """What the scripts promise as files: equal copies of shared functions, declared packages, no dead setting."""
 
 import ast
+import builtins
+import difflib
+import dis
 import importlib.metadata
 import re
 import sys
 import tomllib
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SCRIPTS
 
 PATHS = sorted(ROOT.glob("ppo_*.py"))
 TESTS = sorted((ROOT / "tests").glob("*.py"))
@@ -146,6 +149,65 @@ def test_shared_functions_have_the_same_text_in_all_scripts():
             if name not in MAY_DIFFER:
                 other, text = first.setdefault(name, (path, source))
                 assert source == text, f"{name} differs between {other.name} and {path.name}"
+
+
+def globals_of(code):
+    """The global names that a piece of compiled code and all in it read."""
+    inner = (x for x in code.co_consts if hasattr(x, "co_consts"))
+    found = {x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return found.union(*map(globals_of, inner))
+
+
+def test_shared_functions_mean_the_same_by_the_names_that_they_read():
+    # With the test above: what holds for a shared function in one script holds in all.
+    first = {}
+    for path in PATHS:
+        module, own = SCRIPTS[path.stem.removeprefix("ppo_")], definitions(path)
+        for name, source in own.items():
+            for read in globals_of(compile(source, path, "exec")) - {*own, "__name__", "__qualname__", "__file__"}:
+                value = getattr(module, read) if hasattr(module, read) else getattr(builtins, read, None)
+                known = value is not None or read in source.split("class ", 1)[-1]  # a field of the class itself
+                may_differ = name in MAY_DIFFER or read == "PART_ROWS"  # found by measurement
+                assert known and (may_differ or first.setdefault(read, value) == value), (name, read)
+
+
+def changed(name, one, other):
+    """(lines of a function that only `one` has, lines that only `other` has), of two scripts."""
+    texts = (definitions(ROOT / f"ppo_{script}.py")[name].splitlines() for script in (one, other))
+    lines = [line for line in difflib.ndiff(*texts) if not line.startswith("?")]
+    return [[line[2:].strip() for line in lines if line[0] == sign] for sign in "-+"]
+
+
+def test_flappy_birds_learn_differs_from_cartpoles_in_the_score_the_versions_and_pictures_that_are_always_finite():
+    removed, added = changed("learn", "cartpole", "flappy")
+    assert [line.split("(")[0].strip() for line in removed] == [
+        "check_finite", "for name, queue in", 'result["versions"] = {module.__name__: module.__version__ for module in',
+    ]  # fmt: skip
+    assert added == [
+        "queues = (envs.return_queue, envs.length_queue, envs.unwrapped.score_queue)",
+        'for name, queue in zip(("return", "length", "score"), queues):',
+        added[2],
+        'result["versions"] = {name: importlib.metadata.version(name) for name in packages}',
+    ]
+    assert added[2].startswith("packages = (")
+
+
+def test_configs_check_alike():
+    kinds, texts = {}, {}
+    for path in PATHS:
+        _, config, settings = config_of(path)
+        for node in settings:
+            assert kinds.setdefault(node.target.id, ast.unparse(node.annotation)) == ast.unparse(node.annotation)
+        texts[path.stem] = [ast.unparse(x) for x in config.body if isinstance(x, (ast.Assign, ast.FunctionDef))]
+    assert texts["ppo_flappy"] == texts["ppo_cartpole"]
+    *same, atari = texts["ppo_atari"]
+    *others, cartpole = texts["ppo_cartpole"]
+    lines = [line for line in difflib.ndiff(cartpole.splitlines(), atari.splitlines()) if line[0] in "-+"]
+    own = ("--distributed", "num_steps % self", "--num-steps {self", "repeat_action", "addressed")
+    assert same == others and all(line[0] == "-" or any(text in line for text in own) for line in lines)
+    assert [line.split("=")[0].strip("- ") for line in lines if line[0] == "-"] == [
+        "even", 'check(even, f\'--num-minibatches {self.num_minibatches} does not divide {rows}\')'
+    ]  # fmt: skip
 
 
 def test_updates_on_pixels_use_ppo_gradient_and_flappy_birds_differs_from_cartpoles_in_nothing_else():

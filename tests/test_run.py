@@ -24,13 +24,13 @@ from conftest import (
     assert_same,
     counter,
     die_in,
+    every_script,
     events_of,
     frames_of,
     initial_state,
     linear,
     load_state,
     only_cartpole,
-    own_text,
     random_rollout,
     read_metrics,
     tiny,
@@ -55,14 +55,18 @@ def strict_json(path):
     return json.loads(Path(path).read_text(), parse_constant=lambda name: pytest.fail(f"{name} in {path}"))
 
 
-def test_files(finished):
+@every_script
+def test_files_and_a_gif_that_moves(finished):
     run_dir = Path(finished[0].run_dir)
     names = {path.relative_to(run_dir).as_posix() for path in run_dir.rglob("*")}
     event_files = {name for name in names if name.startswith("events.out.tfevents")}
     assert len(event_files) == 1
     assert names - event_files == {"config.json", "metrics.csv", "result.json", "agent.gif", "checkpoint.msgpack"}
+    with Image.open(run_dir / "agent.gif") as gif:
+        assert gif.n_frames > 1
 
 
+@every_script
 def test_metrics_have_one_row_per_update_of_numbers_in_their_ranges(script, finished):
     rows = read_metrics(finished[0].run_dir)
     assert list(rows[0])[:2] == ["frames", "seconds"] and set(rows[0]) == columns(script)
@@ -86,6 +90,7 @@ def test_episodes_of_cartpole_are_in_the_metrics(script, finished):
         assert float(row["charts/episodic_return"]) == float(row["charts/episodic_length"]) >= 8
 
 
+@every_script
 def test_tensorboard_has_the_numbers_of_metrics_csv(script, finished):
     events, rows = events_of(finished[0].run_dir), read_metrics(finished[0].run_dir)
     assert set(events) == {name for row in rows for name, cell in row.items() if cell} - {"frames", "seconds"}
@@ -104,6 +109,7 @@ def test_an_episode_is_in_the_row_of_the_update_that_ended_it_with_rewards_as_th
     assert events_of(config.run_dir)["charts/episodic_return"] == [(step, 5.0) for step in (16, 24, 40, 48)]
 
 
+@every_script
 def test_result(script, finished):
     config, result = finished
     assert strict_json(Path(config.run_dir, "result.json")) == result
@@ -119,30 +125,62 @@ def test_result(script, finished):
     assert expected == (result["eval_return_mean"], result["eval_return_std"], result["eval_capped"])
 
 
-@own_text
 def test_the_result_of_a_run_of_one_update_is_json_too(script, tmp_path):
     script.train(tiny(script, total_frames=8, run_dir=tmp_path / "run"))
     assert strict_json(tmp_path / "run" / "result.json")["frames"] == 8
 
 
-def test_the_gif_moves(finished):
-    with Image.open(Path(finished[0].run_dir, "agent.gif")) as gif:
-        assert gif.n_frames > 1
+@pytest.fixture
+def again(script, tmp_path_factory, monkeypatch):
+    """(Config, run directory, what was compiled by the end of each update) of the finished run's seed once more."""
+    if script not in _again:
+        compiled, after_update, record = Tally(), [], script.Recorder.record
+
+        def listener(event, duration, **kwargs):
+            compiled.update([event] if "/compile/" in event else [])
+
+        def note(*args):
+            record(*args)
+            after_update.append(dict(compiled))
+
+        monkeypatch.setattr(script.Recorder, "record", note)
+        monkeypatch.chdir(tmp_path_factory.mktemp("again"))
+        config = tiny(script, seed=3, eval_episodes=3, eval_max_steps=9, checkpoint_every=5)
+        jax.monitoring.register_event_duration_secs_listener(listener)
+        try:
+            script.train(config)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listener)
+        (run_dir,) = Path("runs").absolute().iterdir()
+        _again[script] = config, run_dir, after_update
+    return _again[script]
 
 
-def test_the_same_seed_gives_the_same_run_whatever_the_evaluation(script, finished, tmp_path):
-    config, _ = finished
-    settings = dict(eval_episodes=3, eval_max_steps=9, checkpoint_every=5, run_dir=tmp_path / "run")
-    again = tiny(script, seed=3, **settings)
-    script.train(again)
-    assert without_times(read_metrics(again.run_dir)) == without_times(read_metrics(config.run_dir))
-    assert_same(load_state(script, again.run_dir, again), load_state(script, config.run_dir, config))
+_again = {}
 
 
-@own_text
-def test_another_seed_gives_another_run(script, finished, tmp_path):
+def test_the_same_seed_gives_the_same_run_whatever_the_evaluation(script, finished, again):
+    (config, _), (same, run_dir, _) = finished, again
+    assert without_times(read_metrics(run_dir)) == without_times(read_metrics(config.run_dir))
+    assert_same(load_state(script, run_dir, same), load_state(script, config.run_dir, config))
+
+
+def test_a_run_without_a_name_goes_under_runs(script, again):
+    assert script.__name__ in again[1].name and "seed3" in again[1].name
+
+
+def test_nothing_is_compiled_after_the_first_update(again):
+    assert sum(again[2][0].values()) > 0
+    assert again[2] == [again[2][0]] * 6
+
+
+def test_another_seed_gives_another_run_and_a_clock_that_stands_still_no_division_by_zero(
+    script, finished, tmp_path, monkeypatch
+):
+    clock = {name: getattr(script.time, name) for name in ("time", "time_ns", "strftime", "sleep")}
+    monkeypatch.setattr(script, "time", SimpleNamespace(**clock, monotonic=lambda: 5.0))
     script.train(tiny(script, seed=4, run_dir=tmp_path / "run"))
-    for row, other_row in zip(read_metrics(finished[0].run_dir), read_metrics(tmp_path / "run")):
+    for row, other_row in zip(read_metrics(finished[0].run_dir), read_metrics(tmp_path / "run"), strict=True):
         assert row["losses/value_loss"] != other_row["losses/value_loss"]
 
 
@@ -155,13 +193,6 @@ def test_runs_of_neighbouring_seeds_share_no_episode(tmp_path):
     # 2 environments of training, 2 of the evaluation; the picture shows the first of those again.
     assert len(used) == 10
     assert len(set(used)) == 8
-
-
-def test_a_run_without_a_name_goes_under_runs(script, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    script.train(tiny(script))
-    (run_dir,) = Path("runs").iterdir()
-    assert script.__name__ in run_dir.name and "seed1" in run_dir.name
 
 
 @pytest.mark.parametrize("dtype", ["float64", "uint8"])
@@ -236,28 +267,6 @@ def test_ctrl_c_ends_with_one_line_that_names_resume_and_130(script, command, tm
     assert int(load_state(script, config.run_dir, config).update) == 2
 
 
-def test_nothing_is_compiled_after_the_first_update(script, tmp_path, monkeypatch):
-    compiled, after_update = Tally(), []
-    record = script.Recorder.record
-
-    def listener(event, duration, **kwargs):
-        compiled.update([event] if "/compile/" in event else [])
-
-    def note(*args):
-        record(*args)
-        after_update.append(dict(compiled))
-
-    monkeypatch.setattr(script.Recorder, "record", note)
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
-        script.train(tiny(script, run_dir=tmp_path / "run"))
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
-    assert sum(after_update[0].values()) > 0
-    assert after_update == [after_update[0]] * 6
-
-
-@own_text
 def test_sps_counts_the_frames_of_this_process_after_its_first_update(script, tmp_path, monkeypatch):
     # Stoix#130, mesozoic-labs PR#369: on a clock of 1 second per rollout, SPS is the frames of a rollout.
     now, play = [0.0], script.rollout
@@ -278,13 +287,6 @@ def test_sps_counts_the_frames_of_this_process_after_its_first_update(script, tm
     assert [float(row["seconds"]) for row in rows] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
-@own_text
-def test_a_clock_that_stands_still_is_no_division_by_zero(script, tmp_path, monkeypatch):
-    clock = {name: getattr(script.time, name) for name in ("time", "time_ns", "strftime", "sleep")}
-    monkeypatch.setattr(script, "time", SimpleNamespace(**clock, monotonic=lambda: 5.0))
-    script.train(tiny(script, run_dir=tmp_path / "run"))
-
-
 def test_a_process_of_its_own_with_default_environment(tmp_path):
     # From another directory, into a relative one, without a terminal: plain lines, and nothing on stderr.
     flags = "--num-envs 2 --num-steps 4 --num-minibatches 2 --update-epochs 2 --total-frames 50 --run-dir here/run"
@@ -301,12 +303,12 @@ def test_a_process_of_its_own_with_default_environment(tmp_path):
 
 
 def test_a_run_without_jit(tmp_path):
-    flags = "--num-envs 2 --num-steps 8 --num-minibatches 2 --update-epochs 1 --total-frames 32 --run-dir run".split()
-    command = [sys.executable, str(ROOT / "ppo_cartpole.py"), *flags, "--eval-episodes", "1", "--eval-max-steps", "3"]
+    flags = "--num-envs 1 --num-steps 2 --num-minibatches 1 --update-epochs 1 --total-frames 4 --run-dir run".split()
+    command = [sys.executable, str(ROOT / "ppo_cartpole.py"), *flags, "--eval-episodes", "1", "--eval-max-steps", "2"]
     env = os.environ | {"JAX_DISABLE_JIT": "1"}
     process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (process.returncode, process.stderr) == (0, "")
-    assert frames_of(tmp_path / "run") == [16, 32]
+    assert frames_of(tmp_path / "run") == [2, 4]
 
 
 SWITCHES = {
