@@ -10,7 +10,7 @@ import gymnasium as gym
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, Odd, only_cartpole, tiny
+from conftest import ROOT, Odd, every_script, only_cartpole, tiny
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 
 import ppo_cartpole as ppo
@@ -43,6 +43,7 @@ def empty_folder(tmp_path, monkeypatch):
     ("reward_scale", 0), ("seed", -1), ("seed", 2**32), ("seed", 2.5), ("seed", None), ("anneal", 1), ("env_id", 3),
     ("run_dir", 3), ("gamma", True),
 ])  # fmt: skip
+@only_cartpole
 def test_values_out_of_range_or_of_another_kind_are_refused(script, name, value):
     # jax-ml/jax#4745: a seed beyond 32 bits would silently be another one.
     with pytest.raises(script.UsageError, match="--" + name.replace("_", "-")) as error:
@@ -50,6 +51,7 @@ def test_values_out_of_range_or_of_another_kind_are_refused(script, name, value)
     assert "<class" not in str(error.value)  # in words that a person would use
 
 
+@only_cartpole
 def test_values_that_importers_have_at_hand_are_taken_for_what_they_are(script, tmp_path):
     config = script.Config(
         run_dir=Path("runs/a"), seed=np.int64(3), learning_rate=np.float32(1e-3), total_frames=np.float64(1e7),
@@ -66,16 +68,19 @@ def test_values_that_importers_have_at_hand_are_taken_for_what_they_are(script, 
     ("--total-frames", "nan"), ("--seed", "-1"), ("--seed", "4294967296"), ("--learning-rate", "0"),
     ("--learning-rate", "nan"), ("--num-envs", "1e400"),
 ])  # fmt: skip
+@only_cartpole
 def test_bad_flags_are_refused_in_one_line(script, refused, flag, value):
     assert flag in refused(flag, value)
 
 
+@only_cartpole
 def test_whole_numbers_may_be_written_as_people_type_them(script):
     assert script.parse_args(["--total-frames", "1e7"]).total_frames == 10_000_000
     assert script.parse_args(["--total-frames", "1E6", "--seed", "7"]).total_frames == 1_000_000
     assert type(script.parse_args(["--total-frames", "1e7"]).total_frames) is int
 
 
+@only_cartpole
 def test_rows_that_do_not_divide_are_refused_with_both_numbers(script, refused):
     # DLR-RM/stable-baselines3 PR#270
     line = refused("--num-envs", 3, "--num-steps", 5, "--num-minibatches", 4)
@@ -83,10 +88,12 @@ def test_rows_that_do_not_divide_are_refused_with_both_numbers(script, refused):
     assert "15" in line or "--num-steps 5" in line
 
 
+@only_cartpole
 def test_more_minibatches_than_rows_are_refused(script, refused):
     assert "--num-minibatches" in refused("--num-envs", 2, "--num-steps", 2, "--num-minibatches", 8)
 
 
+@only_cartpole
 def test_a_budget_below_one_update_is_refused(script, refused):
     # micdoh/XLRON#18: never "finished" without an update.
     assert "--total-frames 100" in refused("--total-frames", 100)
@@ -204,6 +211,7 @@ def test_a_run_directory_that_cannot_be_is_refused(script, refused, tmp_path, na
     assert name in refused("--run-dir", name)
 
 
+@only_cartpole
 def test_two_runs_that_begin_in_the_same_second_get_directories_of_two_names(script, monkeypatch):
     monkeypatch.setattr(script.time, "strftime", lambda *args: "20260101-000000")
     first, second, third = (script.make_run_dir(script.Config()) for _ in range(3))
@@ -229,6 +237,7 @@ def test_what_the_parser_does_not_understand_exits_with_2(script, capsys, args):
     assert args[-1] in capsys.readouterr().err
 
 
+@every_script
 def test_flags_set_their_fields(script):
     args = "--total_frames 50000 --no-anneal --learning-rate 1e-4 --seed 4294967295"
     config = script.parse_args(args.split())
@@ -242,6 +251,7 @@ def test_frames_are_rounded_down_to_whole_updates():
     assert config.num_updates == 9
 
 
+@every_script
 def test_help_explains_every_flag(script, capsys):
     with pytest.raises(SystemExit) as exit:
         script.main(["--help"])
@@ -256,6 +266,7 @@ def test_config_cannot_be_changed_in_place():
         ppo.Config().seed = 2
 
 
+@every_script
 def test_config_survives_its_file(script, finished):
     config, _ = finished
     assert script.load_config(config.run_dir) == config

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import Counter, Draw, counter, only_cartpole, tiny
+from conftest import Counter, Draw, counter, every_script, only_cartpole, tiny
 
 import ppo_cartpole as ppo
 
@@ -115,6 +115,7 @@ def test_where_an_environment_gives_no_pictures_one_line_says_why(tmp_path, caps
     assert list(tmp_path.iterdir()) == []
 
 
+@every_script
 def test_a_failed_picture_does_not_stop_a_run(script, finished, command, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("no room for\npictures")
@@ -143,6 +144,7 @@ def test_evaluating_a_run_writes_to_a_directory_of_its_own_once(finished, comman
     assert "--run-dir" in refused(*args)
 
 
+@every_script
 def test_evaluating_a_run_repeats_its_own_evaluation(finished, command, tmp_path, monkeypatch):
     # Without --run-dir: into runs/, wherever the run itself is.
     config, result = finished

@@ -226,7 +226,7 @@ def test_the_line_of_an_evaluation_has_the_pipes_and_what_was_cut(tmp_path, monk
 
 
 def test_two_updates_with_the_real_network_end_to_end(tmp_path):
-    config = tiny(ppo, num_steps=40, total_frames=160, update_epochs=1, eval_max_steps=30, run_dir=tmp_path / "run")
+    config = tiny(ppo, num_steps=40, total_frames=160, update_epochs=1, eval_max_steps=6, run_dir=tmp_path / "run")
     result = ppo.train(config)
     rows = read_metrics(config.run_dir)
     assert [row["frames"] for row in rows] == ["80", "160"]

@@ -287,28 +287,21 @@ def test_sps_counts_the_frames_of_this_process_after_its_first_update(script, tm
     assert [float(row["seconds"]) for row in rows] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
-def test_a_process_of_its_own_with_default_environment(tmp_path):
+def test_a_process_of_its_own_with_default_environment_and_without_jit(tmp_path):
     # From another directory, into a relative one, without a terminal: plain lines, and nothing on stderr.
-    flags = "--num-envs 2 --num-steps 4 --num-minibatches 2 --update-epochs 2 --total-frames 50 --run-dir here/run"
+    flags = "--num-envs 2 --num-steps 2 --num-minibatches 2 --update-epochs 1 --total-frames 10 --run-dir here/run"
     command = [sys.executable, "-W", "error::RuntimeWarning", str(ROOT / "ppo_cartpole.py"), *flags.split()]
-    command += ["--eval-episodes", "2", "--eval-max-steps", "20"]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    command += ["--eval-episodes", "2", "--eval-max-steps", "2"]
+    env = os.environ | {"JAX_DISABLE_JIT": "1"}  # with it: test_checkpoint
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (process.returncode, process.stderr) == (0, "")
-    assert "48 frames" in process.stdout.splitlines()[0]
+    assert "8 frames" in process.stdout.splitlines()[0]
     assert "greedy return over 2 episodes" in process.stdout.splitlines()[-1]
     assert (tmp_path / "here" / "run" / "result.json").exists()
+    assert frames_of(tmp_path / "here" / "run") == [4, 8]
 
 
 # ------------------------------------------------------------------------- JAX's switches, cache and other devices
-
-
-def test_a_run_without_jit(tmp_path):
-    flags = "--num-envs 1 --num-steps 2 --num-minibatches 1 --update-epochs 1 --total-frames 4 --run-dir run".split()
-    command = [sys.executable, str(ROOT / "ppo_cartpole.py"), *flags, "--eval-episodes", "1", "--eval-max-steps", "2"]
-    env = os.environ | {"JAX_DISABLE_JIT": "1"}
-    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert (process.returncode, process.stderr) == (0, "")
-    assert frames_of(tmp_path / "run") == [2, 4]
 
 
 SWITCHES = {
@@ -327,7 +320,7 @@ SWITCHES = {
     ("atari", "JAX_DEBUG_INFS"), ("atari", "JAX_DISABLE_JIT"),
 ], indirect=["script"])  # fmt: skip
 def test_act_and_update_run_under_jaxs_switches(script, switch):
-    config = tiny(script)
+    config = tiny(script, num_steps=2, update_epochs=1)
     rollout, next_obs = random_rollout(script, config)
     rollout = rollout._replace(reward=0 * rollout.reward, value=0 * rollout.value)  # so nothing varies
     with SWITCHES[switch]():
@@ -360,12 +353,14 @@ def test_act_and_update_lower_for_other_devices_with_the_code_that_only_these_ru
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("switch", [name for name in SWITCHES if "DEBUG_" not in name and "DISABLE" not in name])
-def test_networks_are_traced_under_jaxs_switches(name, switch):
+@pytest.mark.parametrize("switches", [["JAX_ENABLE_X64"], ["JAX_NUMPY_RANK_PROMOTION", "JAX_CHECK_TRACER_LEAKS"]])
+def test_networks_are_traced_under_jaxs_switches(name, switches):
     for function, arguments in abstract_training(name):
-        with SWITCHES[switch]():
+        with ExitStack() as stack:
+            for switch in switches:
+                stack.enter_context(SWITCHES[switch]())
             out = jax.jit(function).trace(*arguments).out_info
-        assert "float64" not in str(out) or switch == "JAX_ENABLE_X64"
+        assert "float64" not in str(out) or switches == ["JAX_ENABLE_X64"]
 
 
 @pytest.mark.parametrize("script, switches", [
