@@ -43,6 +43,7 @@ from reference import (
     read_run,
     references,
     side_by_side,
+    usable_cores,
 )
 
 ALPHA = 0.05  # false alarms that the check of finished runs allows itself
@@ -167,10 +168,10 @@ def find_reference(run, curves):
         if settings["env_id"] == run.settings.get("env_id"):
             candidates.append((differences(run.settings, settings), folder))
     if not candidates:
-        raise NotComparable(f"there are no reference runs of {run.settings.get('env_id')} in {curves}")
+        raise NotComparable(f"nothing to compare with: there are no reference runs of {run.settings.get('env_id')}")
     found, folder = min(candidates, key=lambda pair: len(pair[0]))
     if found:
-        raise NotComparable(f"{run.name} has other settings than its reference ({'; '.join(found)})")
+        raise NotComparable(f"nothing to compare with: {run.name} is no run of {folder.name} ({'; '.join(found)})")
     return folder
 
 
@@ -253,21 +254,30 @@ def original_of(script):
     return max(ROOT.glob("ppo_*.py"), key=lambda path: len(lines & set(path.read_text().splitlines()))).stem
 
 
+# Several runs in one process, since to import everything takes longer than three updates; nothing is evaluated.
+PLAY = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("script", sys.argv[1])
+sys.modules["script"] = script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+script.report = script.save_checkpoint = lambda *args: {}
+sys.exit(next(filter(None, map(script.main, json.loads(sys.argv[2]))), 0))
+"""
+
+
 def play_starts(script, wanted, folder, at_once=None):
     """Play the first updates of wanted = {setting: (flags, seeds)}, in `folder`. Returns {setting: [Run]}."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # where the record was made; other devices round in other ways
-    jobs, runs = {}, {name: [] for name in wanted}
-    for name, (flags, seeds) in wanted.items():
-        for seed in seeds:
-            run_dir = folder / f"{name}__{seed}"
-            command = [sys.executable, str(script), "--seed", str(seed), "--run-dir", str(run_dir), *flags]
-            jobs[name, seed] = Job(command, run_dir, rows=UPDATES)
-    for job, code, _ in side_by_side(jobs.values(), at_once):
-        if code or not (job.run_dir / "metrics.csv").exists():
+    dirs = {(name, seed): folder / f"{name}__{seed}" for name, (_, seeds) in wanted.items() for seed in seeds}
+    lines = [["--seed", str(seed), "--run-dir", str(x), *wanted[name][0]] for (name, seed), x in dirs.items()]
+    at_once = min(at_once or len(usable_cores()), len(lines))
+    parts = [[lines[i] for i in part] for part in np.array_split(range(len(lines)), at_once)]
+    commands = [[sys.executable, "-c", PLAY, str(script), json.dumps(part)] for part in parts]
+    jobs = [Job(command, folder / f"part_{i}") for i, command in enumerate(commands)]
+    for job, code, _ in side_by_side(jobs, at_once):
+        if code:
             raise NotComparable(f"{script} stopped with exit code {code}: {last_line(job.log)}")
-    for (name, _), job in jobs.items():
-        runs[name].append(read_run(job.run_dir, whole=False))
-    return runs
+    return {name: [read_run(dirs[name, seed], whole=False) for seed in wanted[name][1]] for name in wanted}
 
 
 def parted(run, recorded, size):
@@ -310,7 +320,7 @@ def check_start(script, curves=CURVES, seeds=None, at_once=None):
     original = original_of(script)
     recorded = {path.name: read_reference(path, "start") for path in references(curves, "start", original)}
     if not recorded:
-        raise NotComparable(f"no starts of {original}.py are recorded in {curves}")
+        raise NotComparable(f"nothing to compare with: no starts of {original}.py are recorded in {curves}")
     wanted = {}
     for name, (meta, runs) in recorded.items():
         wanted[name] = meta["flags"], [run.seed for run in runs[: seeds or meta["check_seeds"]]]

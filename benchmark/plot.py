@@ -165,18 +165,24 @@ def faults_table(path):
             cells = [row.get(part) for part in parts]
             rows.append([f"{name}: {row['what']}", *(words_of(cell) for cell in cells)])
         planted = [row for name, row in found.items() if name != "none"]
-        counts = [sum(bool(row.get(part, {}).get("seen")) for row in planted) for part in parts]
-        both = sum(any(row.get(part, {}).get("seen") for part in parts[:2]) for row in planted)
-        summary = f"Of {len(planted)} faults in `{script}.py`, the start sees {counts[0]}, start and shape {both}"
+        counts = [count_of(planted, some) for some in (("start",), ("shape",), ("start", "shape"), ("tests",))]
+        words = ("the start sees {}", "the shape {}", "one of these two {}", "the unit tests {}")
+        summary = ", ".join(text.format(count) for text, count in zip(words, counts) if count) or "nothing was run"
         table = markdown(["planted fault", "start", "shape", "unit tests"], rows)
-        texts.append(f"{summary}, the unit tests {counts[2]}.\n\n{table}")
+        texts.append(f"`{script}.py`, {len(planted)} faults: {summary}.\n\n{table}")
     return "\n\n".join(texts)
+
+
+def count_of(rows, parts):
+    """How many of the faults that any of these parts was tried on it saw, in words; None if there are none."""
+    tried = [[row[part]["seen"] for part in parts if part in row] for row in rows]
+    return f"{sum(map(any, tried))} of {sum(map(bool, tried))}" if any(tried) else None
 
 
 def words_of(cell):
     """A cell of faults.json in words."""
     if not cell:
-        return "-"
+        return "not run"
     return ("yes" if cell["seen"] else "no") + (f": {cell['how']}" if cell["how"] else "")
 
 

@@ -162,7 +162,6 @@ class Job(NamedTuple):
 
     command: list
     run_dir: Path  # which the process makes
-    rows: int = 0  # kill it once metrics.csv in run_dir has that many rows; 0: let it end
 
     @property
     def log(self):
@@ -186,8 +185,8 @@ def start_process(job, cores):
 def side_by_side(jobs, at_once=None):
     """Run jobs, each on cores of its own, `at_once` (as many as there are cores) at a time.
 
-    Yields (job, exit code, seconds) of each that ended, 0 if it was killed at its row. If the caller stops or is
-    interrupted, the processes get SIGTERM, on which the scripts leave in good order.
+    Yields (job, exit code, seconds) of each that ended. If the caller stops or is interrupted, the processes get
+    SIGTERM, on which the scripts leave in good order.
     """
     cores, waiting, running = usable_cores(), list(jobs), {}
     at_once = max(1, min(at_once or len(cores), len(waiting)))
@@ -200,16 +199,10 @@ def side_by_side(jobs, at_once=None):
                 running[start_process(job, mine)] = job, mine, time.monotonic()
             time.sleep(0.05)
             for process, (job, mine, began) in list(running.items()):
-                metrics, there = job.run_dir / "metrics.csv", False
-                if process.poll() is None and job.rows and metrics.exists():
-                    there = metrics.read_text().count("\n") > job.rows
-                    if there:
-                        process.kill()
-                        process.wait()
                 if process.poll() is not None:
                     del running[process]
                     free.append(mine)
-                    yield job, 0 if there else process.returncode, time.monotonic() - began
+                    yield job, process.returncode, time.monotonic() - began
     finally:
         for process in running:
             process.terminate()

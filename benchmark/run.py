@@ -3,6 +3,7 @@
     python benchmark/run.py --list                                     # the settings there are
     python benchmark/run.py ppo_cartpole CartPole-v1 --seeds 1-20      # whole runs: curves/.../runs.csv, runs.json
     python benchmark/run.py ppo_cartpole --start --seeds 1-20          # first updates of all its settings: start.csv
+    python benchmark/run.py ppo_cartpole CartPole-v1 --start           # of one
 
 Ctrl-C stops it, and the same command goes on: finished runs are skipped, interrupted ones resumed. Run directories
 are runs/benchmark/<script>/<setting>/seed_<k>; one that was made elsewhere can be put there. Those of another version
@@ -200,7 +201,10 @@ def run(args):
     if not settings:
         raise NotComparable(f"there is no script {args.script or '(name one)'} in SETTINGS; see --list")
     if args.start:
-        record_starts(script, [setting for setting in settings if setting.frames], seeds, args.curves)
+        chosen = [x for x in settings if x.frames and args.setting in ("", x.name)]
+        if not chosen:
+            raise NotComparable(f"no start is recorded of {args.script} {args.setting}; see --list")
+        record_starts(script, chosen, seeds, args.curves)
         return 0
     setting = next((setting for setting in settings if setting.name == args.setting), None)
     if not setting:

@@ -173,17 +173,22 @@ def test_wrong_input_of_the_other_programs(tmp_path, capsys):
 
 # ------------------------------------------------------------------------------------------------- starts
 
-# A script of three updates that takes no time, and then plays on until it is stopped.
+# A script of three updates that takes no time, and whose evaluation takes too much.
 FAKE = """
-import csv, json, math, pathlib, sys, time
-flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-folder, seed = pathlib.Path(flags["--run-dir"]), int(flags["--seed"])
-folder.mkdir()
-(folder / "config.json").write_text(json.dumps({"env_id": "Fake-v0", "seed": seed, "rate": 1}))
-rows = [[8 * k, 5 + math.sin(seed), 1 + math.cos(seed + k)] for k in (1, 2, 3)]
-names = "frames,charts/episodic_return,losses/value_loss"
-(folder / "metrics.csv").write_text("".join(f"{row}\\n" for row in [names, *(",".join(map(str, x)) for x in rows)]))
-time.sleep(60)
+import json, math, pathlib, time
+
+def report():
+    time.sleep(60)
+
+def main(args):
+    flags = dict(zip(args[::2], args[1::2]))
+    folder, seed = pathlib.Path(flags["--run-dir"]), int(flags["--seed"])
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"env_id": "Fake-v0", "seed": seed, "rate": 1}))
+    rows = [[8 * k, 5 + math.sin(seed), 1 + math.cos(seed + k)] for k in (1, 2, 3)]
+    lines = ["frames,charts/episodic_return,losses/value_loss", *(",".join(map(str, row)) for row in rows)]
+    (folder / "metrics.csv").write_text("\\n".join(lines) + "\\n")
+    report()
 """
 
 
