@@ -98,7 +98,7 @@ class Config:
     def __post_init__(self):
         """Take NumPy's numbers and paths for what they are; UsageError for what cannot be run."""
         ranges = dict(seed=(0, 2**32 - 1), gamma=(0, 1), gae_lambda=(0, 1), vf_coef=(0, 1e9), ent_coef=(0, 1e9))
-        words = {int: "a whole number", float: "a number", bool: "True or False"}
+        words = {int: "a whole number", int | None: "a whole number", float: "a number", bool: "True or False"}
         for field in fields(self):
             flag, value = "--" + field.name.replace("_", "-"), getattr(self, field.name)
             value = value.item() if hasattr(value, "item") else value
